@@ -1,0 +1,204 @@
+"""Bytes between ranks: one message per peer, over gloo or between threads of one process.
+
+Floor: comm. A channel posts an exchange without blocking and hands back an `Exchange` to wait for. The
+n-th message from a to b meets the n-th receive that b posted for a. Every wait has a time-out, and its
+error names the rank, what it was doing and the peer.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Parcel = tuple[int, Tensor]  # peer, uint8 bytes
+EXCHANGE_SECONDS = 120.0  # under the default group's time-out, above a server's
+
+
+class ExchangeError(RuntimeError):
+    """An exchange did not finish: the message names rank, operation and peer."""
+
+
+class Exchange(Protocol):
+    """An exchange under way."""
+
+    def done(self) -> bool:
+        """Whether every message of the exchange has arrived and left."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it is done. Raises `ExchangeError` on a time-out or a lost peer."""
+        ...
+
+
+class Channel(Protocol):
+    """Moves bytes between the ranks of one group.
+
+    Attributes:
+        rank (`int`): This rank, within the group.
+        sent (`Counter[int]`): Bytes sent to each peer so far.
+    """
+
+    rank: int
+    sent: Counter[int]
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+        """Start receiving into `recvs` and sending `sends`; `what` names the operation in errors."""
+        ...
+
+    def agree(self, number: int, *, what: str) -> None:
+        """Compare a number across the group. Raises `ValueError` where ranks differ."""
+        ...
+
+
+def _failed(rank: int, what: str, peer: int, cause: object) -> ExchangeError:
+    return ExchangeError(f"rank {rank}: {what} with rank {peer} did not finish: {cause}")
+
+
+class _GlooExchange:
+    def __init__(self, channel: "GlooChannel", works: list[tuple[int, dist.Work]], what: str):
+        self.channel, self.works, self.what = channel, works, what
+
+    def done(self) -> bool:
+        return all(work.is_completed() for _, work in self.works)
+
+    def wait(self) -> None:
+        for peer, work in self.works:
+            try:
+                work.wait(self.channel.timeout)
+            except RuntimeError as error:
+                cause = str(error).splitlines()[0] if str(error) else "time-out"
+                raise _failed(self.channel.rank, self.what, peer, cause) from error
+
+
+class GlooChannel:
+    """Exchange over a gloo process group.
+
+    Args:
+        group (`dist.ProcessGroup`): A gloo group of the ranks that share a batch.
+        timeout (`float`, *optional*, defaults to 120.0): Seconds that one exchange may take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float = EXCHANGE_SECONDS) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+        self.timeout = timedelta(seconds=timeout)
+        self.sent: Counter[int] = Counter()
+        self._numbers: Counter[tuple[str, int]] = Counter()
+
+    def _tag(self, way: str, peer: int) -> int:
+        self._numbers[way, peer] += 1
+        return self._numbers[way, peer] % 2**30
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+        """Receives are posted before any send: a gloo send waits for its receive."""
+        works: list[tuple[int, dist.Work]] = []
+        try:
+            for peer, data in recvs:
+                tag = self._tag("from", peer)
+                works.append((peer, self.group.recv([data], peer, tag)))
+            for peer, data in sends:
+                tag = self._tag("to", peer)
+                works.append((peer, self.group.send([data], peer, tag)))
+                self.sent[peer] += data.numel()
+        except RuntimeError as error:
+            raise _failed(self.rank, what, peer, str(error).splitlines()[0]) from error
+        return _GlooExchange(self, works, what)
+
+    def agree(self, number: int, *, what: str) -> None:
+        """One small all-reduce; `number` must lie in [0, 2**63)."""
+        both = torch.tensor([number, -number], dtype=torch.int64)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+        _same(int(both[0]), -int(both[1]), number, self.rank, what)
+
+
+def _same(high: int, low: int, number: int, rank: int, what: str) -> None:
+    if high != low:
+        raise ValueError(
+            f"rank {rank}: the ranks of a group disagree on {what}: {number} here, between {low} "
+            f"and {high} elsewhere; give every rank the same data set, seed, flags and versions"
+        )
+
+
+class Hub:
+    """The messages of ranks that run as threads of one process.
+
+    Args:
+        ranks (`int`): Ranks of the group.
+        timeout (`float`, *optional*, defaults to 120.0): Seconds that one exchange may take.
+    """
+
+    def __init__(self, ranks: int, *, timeout: float = EXCHANGE_SECONDS) -> None:
+        self.ranks, self.timeout = ranks, timeout
+        self.messages: dict[tuple[int, int, int], Tensor] = {}
+        self.changed = threading.Condition()
+        self.barrier = threading.Barrier(ranks, timeout=timeout)
+        self.numbers = [0] * ranks
+
+    def channels(self) -> list["ThreadChannel"]:
+        """One channel per rank."""
+        return [ThreadChannel(self, rank) for rank in range(self.ranks)]
+
+
+class _ThreadExchange:
+    def __init__(
+        self, channel: "ThreadChannel", due: list[tuple[tuple[int, int, int], Tensor]], what: str
+    ) -> None:
+        self.channel, self.due, self.what = channel, due, what
+
+    def done(self) -> bool:
+        with self.channel.hub.changed:
+            return all(key in self.channel.hub.messages for key, _ in self.due)
+
+    def wait(self) -> None:
+        hub = self.channel.hub
+        end = time.monotonic() + hub.timeout
+        for key, buffer in self.due:
+            with hub.changed:
+                arrived = hub.changed.wait_for(
+                    lambda key=key: key in hub.messages, end - time.monotonic()
+                )
+                if not arrived:
+                    cause = f"no message within {hub.timeout} s"
+                    raise _failed(self.channel.rank, self.what, key[0], cause)
+                message = hub.messages.pop(key)
+            if message.numel() != buffer.numel():
+                cause = f"{message.numel()} bytes came, {buffer.numel()} were expected"
+                raise _failed(self.channel.rank, self.what, key[0], cause)
+            buffer.copy_(message)
+        self.due = []
+
+
+class ThreadChannel:
+    """Exchange between threads of one process, or between programs run in lock step."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub, self.rank = hub, rank
+        self.sent: Counter[int] = Counter()
+        self._numbers: Counter[tuple[int, int]] = Counter()
+
+    def _key(self, source: int, target: int) -> tuple[int, int, int]:
+        self._numbers[source, target] += 1
+        return source, target, self._numbers[source, target]
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+        """Leave copies of the messages for their receivers."""
+        due = [(self._key(peer, self.rank), buffer) for peer, buffer in recvs]
+        with self.hub.changed:
+            for peer, data in sends:
+                self.hub.messages[self._key(self.rank, peer)] = data.clone()
+                self.sent[peer] += data.numel()
+            self.hub.changed.notify_all()
+        return _ThreadExchange(self, due, what)
+
+    def agree(self, number: int, *, what: str) -> None:
+        """Compare through the hub, once all ranks have come."""
+        self.hub.numbers[self.rank] = number
+        self.hub.barrier.wait()
+        high, low = max(self.hub.numbers), min(self.hub.numbers)
+        self.hub.barrier.wait()
+        _same(high, low, number, self.rank, what)

@@ -1,0 +1,219 @@
+"""Document lengths and a budget -> packs: which tokens share a batch.
+
+Floor: data (plain Python/NumPy). A pack is the documents of one batch of one group; its capacity is
+group_size x max_tokens_per_rank tokens. First `fit` makes every document at most one capacity long,
+then `pack` puts the pieces together. Both are pure and seeded: every rank computes the same packs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Overflow = Literal["error", "split", "truncate"]
+Balance = Literal["none", "tokens", "attention"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens [start, stop) of row `document` of the data set, from here on its own document."""
+
+    document: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Tokens in this piece, at least 1."""
+        return self.stop - self.start
+
+
+Pack = tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverflowReport:
+    """What `fit` did to the documents that were longer than one batch.
+
+    documents (`int`): Rows of the data set.
+    tokens (`int`): Tokens in these rows, before anything was cut or dropped.
+    split_documents (`int`): Rows that became several pieces.
+    fragments (`int`): Pieces that those rows became.
+    truncated_documents (`int`): Rows that lost their tail.
+    dropped_tokens (`int`): Tokens in the lost tails.
+    """
+
+    documents: int
+    tokens: int
+    split_documents: int
+    fragments: int
+    truncated_documents: int
+    dropped_tokens: int
+
+    def summary(self) -> str:
+        """The report in one line, for a log."""
+        line = f"{self.documents:,} documents, {self.tokens:,} tokens: "
+        if self.split_documents:
+            return line + f"{self.split_documents:,} split into {self.fragments:,} fragments"
+        if self.truncated_documents:
+            share = self.dropped_tokens / self.tokens
+            return line + (
+                f"{self.truncated_documents:,} truncated, "
+                f"{self.dropped_tokens:,} tokens ({share:.1%}) dropped"
+            )
+        return line + "all kept whole"
+
+
+def fit(
+    lengths: Sequence[int] | np.ndarray, *, capacity: int, overflow: Overflow
+) -> tuple[tuple[Piece, ...], OverflowReport]:
+    """Turn documents into pieces that fit a batch, in the order of the data set.
+
+    Args:
+        lengths (`Sequence[int]` or `np.ndarray`): Tokens of each row, `[rows]`.
+        capacity (`int`): Tokens that one batch of one group holds.
+        overflow (`str`): What becomes of a longer document: `"error"` refuses it, `"split"` cuts it
+            into pieces of `capacity` tokens (the last one shorter), `"truncate"` keeps the first.
+
+    Returns:
+        The pieces, and the report of what was split or dropped.
+
+    Raises:
+        ValueError: No documents, an empty document, a capacity under 1, an unknown `overflow`, or a
+            document longer than `capacity` under `overflow="error"`.
+    """
+    if overflow not in ("error", "split", "truncate"):
+        raise ValueError(f"longctx_overflow={overflow!r} is unknown; use error, split or truncate")
+    if capacity < 1:
+        raise ValueError(
+            f"a batch holds {capacity} tokens, but needs room for at least 1; "
+            "raise --longctx_max_tokens_per_rank"
+        )
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if not sizes.size:
+        raise ValueError("there are no documents to pack; pass a data set with at least one row")
+    _refuse_empty(sizes)
+    long = sizes > capacity
+    if overflow == "error" and long.any():
+        row = int(long.argmax())
+        raise ValueError(
+            f"row {row} has {sizes[row]:,} tokens, but one batch holds {capacity:,} "
+            f"(longctx_group_size x longctx_max_tokens_per_rank); {long.sum():,} of {sizes.size:,} "
+            "rows are too long. Raise --longctx_max_tokens_per_rank or --longctx_group_size, or "
+            "pass --longctx_overflow split (fragments become documents of their own) or "
+            "--longctx_overflow truncate (tails are dropped)"
+        )
+    pieces = tuple(
+        Piece(document=document, start=start, stop=min(start + capacity, size))
+        for document, size in enumerate(sizes.tolist())
+        for start in range(0, capacity if overflow == "truncate" else size, capacity)
+    )
+    cut_documents = int(long.sum())
+    split = overflow == "split"
+    return pieces, OverflowReport(
+        documents=sizes.size,
+        tokens=int(sizes.sum()),
+        split_documents=cut_documents if split else 0,
+        fragments=len(pieces) - (sizes.size - cut_documents) if split else 0,
+        truncated_documents=0 if split else cut_documents,
+        dropped_tokens=0 if split else int((sizes[long] - capacity).sum()),
+    )
+
+
+def pack(
+    pieces: Sequence[Piece],
+    *,
+    capacity: int,
+    balance: Balance,
+    seed: int,
+    epoch: int,
+    shuffle: bool = True,
+) -> tuple[Pack, ...]:
+    """Put pieces into as few packs of at most `capacity` tokens as a greedy rule finds.
+
+    The number of packs is the same at every seed and epoch: of the pieces, only those of equal
+    length change places.
+
+    Args:
+        pieces (`Sequence[Piece]`): Pieces of at most `capacity` tokens each.
+        capacity (`int`): Tokens that one batch of one group holds.
+        balance (`str`): `"tokens"` fills each pack as far as it goes (best-fit decreasing, equal
+            lengths in random order); `"none"` keeps the given order and starts a pack where a piece
+            does not fit (next-fit).
+        seed (`int`): With `epoch`, all there is to the random order. At least 0.
+        epoch (`int`): See `seed`.
+        shuffle (`bool`, *optional*, defaults to `True`): Whether the packs come in random order.
+
+    Raises:
+        ValueError: `balance` is unknown or not built yet.
+    """
+    assert all(0 < piece.length <= capacity for piece in pieces), capacity
+    rng = np.random.default_rng([seed, epoch])
+    if balance == "tokens":
+        packs = _best_fit_decreasing(pieces, capacity=capacity, rng=rng)
+    elif balance == "none":
+        packs = _next_fit(pieces, capacity=capacity)
+    elif balance == "attention":
+        raise ValueError(
+            "longctx_balance='attention' is not built yet; use --longctx_balance tokens"
+        )
+    else:
+        raise ValueError(f"longctx_balance={balance!r} is unknown; use none or tokens")
+    order = rng.permutation(len(packs)).tolist() if shuffle else range(len(packs))
+    return tuple(tuple(packs[index]) for index in order)
+
+
+def fill(packs: Sequence[Pack], *, capacity: int) -> float:
+    """Tokens in `packs` over the tokens they have room for, in (0, 1]; 0 without packs."""
+    tokens = sum(piece.length for pack in packs for piece in pack)
+    return tokens / (len(packs) * capacity) if packs else 0.0
+
+
+def _best_fit_decreasing(
+    pieces: Sequence[Piece], *, capacity: int, rng: np.random.Generator
+) -> list[list[Piece]]:
+    lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
+    order = rng.permutation(len(pieces))
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    packs: list[list[Piece]] = []
+    smallest = int(lengths.min(initial=capacity))
+    room: list[tuple[int, int]] = []  # (free tokens, pack), ascending: the best fit by bisection
+    for index in order.tolist():
+        piece = pieces[index]
+        best = bisect_left(room, (piece.length, 0))
+        if best < len(room):
+            free, chosen = room.pop(best)
+        else:
+            free, chosen = capacity, len(packs)
+            packs.append([])
+        packs[chosen].append(piece)
+        free -= piece.length
+        if free >= smallest:  # a pack that nothing fits in would only lengthen the list
+            insort(room, (free, chosen))
+    return packs
+
+
+def _next_fit(pieces: Sequence[Piece], *, capacity: int) -> list[list[Piece]]:
+    packs: list[list[Piece]] = []
+    free = 0
+    for piece in pieces:
+        if piece.length > free:
+            packs.append([])
+            free = capacity
+        packs[-1].append(piece)
+        free -= piece.length
+    return packs
+
+
+def _refuse_empty(sizes: np.ndarray) -> None:
+    empty = np.flatnonzero(sizes < 1)
+    if empty.size:
+        first = ", ".join(map(str, empty[:5])) + (", ..." if empty.size > 5 else "")
+        raise ValueError(
+            f"{empty.size:,} of {sizes.size:,} documents are empty (row {first}), but a document "
+            "has at least 1 token; drop them: dataset.filter(lambda row: len(row['input_ids']) > 0)"
+        )

@@ -1,0 +1,163 @@
+"""Attention tasks -> kernel calls: rectangles without masks where possible, batched where short.
+
+Floor: kernels. A task is a run of query rows with a run of keys of the same document. Its causal (and
+window) mask is cut into full rectangles, causal squares (whose top-left alignment is right) and, under a
+window, bands with a small dense mask. Short squares of similar length share one call: padding at the end
+of a causal square is never seen by its real rows.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+FULL, CAUSAL, BAND = "full", "causal", "band"
+_BATCHED_ROWS = 512  # longer pieces fill the kernel alone
+_BATCHED_KEYS = 65_536  # rows of gathered keys in one call, at most
+_PADDING = 1.125  # longest over shortest square of a batch
+
+
+class Piece(NamedTuple):
+    """Rows `[q, q + q_len)` against keys `[k, k + k_len)`, counted from the task's first row and key.
+
+    `shift` (bands only) is the position of the first row minus that of the first key. `merges` says
+    that an earlier piece of the task has written these rows.
+    """
+
+    mask: str
+    q: int
+    q_len: int
+    k: int
+    k_len: int
+    shift: int
+    merges: bool
+
+
+def pieces(q_pos: int, q_len: int, k_pos: int, k_len: int, *, window: int) -> list[Piece]:
+    """Cut one task's mask; rows that see none of the keys are in no piece.
+
+    Args:
+        q_pos, q_len (`int`): Position of the first query row in its document, and rows.
+        k_pos, k_len (`int`): Position of the first key, and keys.
+        window (`int`): Keys a row sees, itself included; 0 for all.
+    """
+    first = max(q_pos, k_pos)  # rows before the first key see nothing
+    last = q_pos + q_len
+    stop = k_pos + k_len
+    if window:
+        return _bands(q_pos, first, min(last, stop + window - 1), k_pos, stop, window)
+    found = []
+    diagonal = min(last, stop)
+
+    def add(mask: str, rows: tuple[int, int], keys: tuple[int, int], merges: bool = False) -> None:
+        if rows[0] < rows[1] and keys[0] < keys[1]:
+            q, k = rows[0] - q_pos, keys[0] - k_pos
+            found.append(Piece(mask, q, rows[1] - rows[0], k, keys[1] - keys[0], 0, merges))
+
+    add(FULL, (first, diagonal), (k_pos, first))
+    add(CAUSAL, (first, diagonal), (first, diagonal), merges=k_pos < first)
+    add(FULL, (max(first, diagonal), last), (k_pos, stop))
+    return found
+
+
+def _bands(q_pos: int, first: int, last: int, k_pos: int, stop: int, window: int) -> list[Piece]:
+    """Tiles of rows with the keys that any of them sees."""
+    tile = min(max(window, 128), 512)
+    found = []
+    for start in range(first, last, tile):
+        end = min(start + tile, last)
+        low, high = max(k_pos, start - window + 1), min(stop, end)
+        all_seen = high - 1 <= start and end - 1 - low < window
+        mask = FULL if all_seen else BAND
+        shape = (start - q_pos, end - start, low - k_pos, high - low)
+        found.append(Piece(mask, *shape, start - low, False))
+    return found
+
+
+class Task(NamedTuple):
+    """A task's place in its arrays: rows of each array it touches, and its positions."""
+
+    rows: dict[str, int]  # role (q, kv, into, grad, dq, dkv) -> first row
+    q_pos: int
+    q_len: int
+    k_pos: int
+    k_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kernel call on `len(q_lens)` pieces of one shape (causal squares: of similar size).
+
+    Args:
+        mask (`str`): `full`, `causal` or `band`.
+        rows (`dict[str, np.ndarray]`): Role -> first row of each piece, int64.
+        q_lens, k_lens (`np.ndarray`): Rows and keys of each piece, int64.
+        shift (`int`): As in `Piece`.
+        merges (`bool`): As in `Piece`.
+    """
+
+    mask: str
+    rows: dict[str, np.ndarray]
+    q_lens: np.ndarray
+    k_lens: np.ndarray
+    shift: int
+    merges: bool
+
+
+@dataclass(slots=True)
+class _Batch:
+    pieces: list[tuple[Task, Piece]] = field(default_factory=list)
+
+    def call(self) -> Call:
+        piece = self.pieces[0][1]
+        roles = self.pieces[0][0].rows
+        return Call(
+            piece.mask,
+            {
+                role: np.asarray(
+                    [t.rows[role] + (p.k if role in ("kv", "dkv") else p.q) for t, p in self.pieces]
+                )
+                for role in roles
+            },
+            np.asarray([p.q_len for _, p in self.pieces]),
+            np.asarray([p.k_len for _, p in self.pieces]),
+            piece.shift,
+            piece.merges,
+        )
+
+
+def calls(tasks: Iterable[Task], *, window: int) -> tuple[Call, ...]:
+    """The kernel calls of tasks on the same arrays; merging pieces come after those they merge with."""
+    cut = [
+        (task, piece)
+        for task in tasks
+        for piece in pieces(task.q_pos, task.q_len, task.k_pos, task.k_len, window=window)
+    ]
+    # equal keys stand together; merging pieces last
+    order = sorted(range(len(cut)), key=lambda i: (_shape(cut[i][1]), i))
+    batches: list[_Batch] = []
+    for i in order:
+        if not batches or not _joins(batches[-1], cut[i][1]):
+            batches.append(_Batch())
+        batches[-1].pieces.append(cut[i])
+    for batch in batches:  # rows in order, so that a regular batch is a view
+        batch.pieces.sort(key=lambda tp: tp[0].rows["q"] + tp[1].q)
+    return tuple(batch.call() for batch in batches)
+
+
+def _shape(piece: Piece) -> tuple[bool, str, int, int, int]:
+    return piece.merges, piece.mask, piece.q_len, piece.k_len, piece.shift
+
+
+def _joins(batch: _Batch, piece: Piece) -> bool:
+    """Whether a piece may share a call with a batch of pieces no longer than itself."""
+    first = batch.pieces[0][1]
+    if piece.q_len > _BATCHED_ROWS or piece.k_len > 2 * _BATCHED_ROWS:
+        return False
+    if (len(batch.pieces) + 1) * piece.k_len > _BATCHED_KEYS:
+        return False
+    if piece.mask == CAUSAL:
+        same = first.mask == CAUSAL and first.merges == piece.merges
+        return same and piece.q_len <= _PADDING * first.q_len
+    return _shape(piece) == _shape(first)

@@ -1,0 +1,243 @@
+"""Programs of all ranks -> proof that they compute attention exactly once, or what is wrong.
+
+Floor: plan. The programs run in lock step on one random 64-bit number per query, key and output
+gradient in place of tensors, modulo 2**64: row p must end as `q_p * (sum of the keys it sees)`, and the
+gradients as the matching sums. A pair left out, done twice, taken from a wrong row or folded twice
+changes a sum, and cancels only with probability 2**-64. Messages are matched block by block, and ranks
+that wait on each other for ever are named.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .plans import Plan
+from .program import (
+    Attend,
+    AttendGrad,
+    Block,
+    Fold,
+    Local,
+    Message,
+    Phases,
+    Post,
+    Program,
+    Wait,
+)
+
+_Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
+_Parcel = tuple[tuple[str, int], np.ndarray]  # (kind, heads) and values of one block
+
+
+class PlanError(AssertionError):
+    """A program is wrong: the message names the rank, the operation and what differs."""
+
+
+@dataclass
+class _Mail:
+    """Messages under way: the n-th from a to b meets the n-th receive that b posted for a."""
+
+    ranks: int
+    sent: dict[tuple[int, int, int], list[_Parcel]] = field(default_factory=dict)
+    counts: dict[tuple[str, int, int], int] = field(default_factory=dict)
+
+    def next(self, way: str, source: int, target: int) -> tuple[int, int, int]:
+        number = self.counts.get((way, source, target), 0)
+        self.counts[way, source, target] = number + 1
+        return source, target, number
+
+
+class _Rank:
+    """One rank's arrays and position in its program."""
+
+    def __init__(self, rank: int, program: Program, mail: _Mail, window: int) -> None:
+        self.rank, self.program, self.mail, self.window = rank, program, mail, window
+        noise = np.random.default_rng(rank)
+        self.values = [
+            np.zeros(rows, np.uint64)
+            if kind in ("dq", "dkv")
+            else noise.integers(0, 2**63, rows, np.uint64)  # unwritten rows must not pass unnoticed
+            for kind, rows in zip(program.kinds, program.rows, strict=True)
+        ]
+        self.written: set[tuple[int, int]] = set()
+        self.waiting_for: str = ""
+
+    def rows(self, block: Block) -> np.ndarray:
+        rows = self.program.rows[block.array]
+        if not 0 <= block.start <= block.stop <= rows:
+            raise PlanError(f"rank {self.rank}: {block} lies outside the {rows} rows of its array")
+        return self.values[block.array][block.start : block.stop]
+
+    def run(self, phases: Phases) -> Generator[None]:
+        posted: dict[int, list[tuple[tuple[int, int, int], Message]]] = {}
+        for phase in phases:
+            for op in phase:
+                match op:
+                    case Post(tag, sends, recvs):
+                        for peer, blocks in sends:
+                            parcels = [(self._label(b), self.rows(b).copy()) for b in blocks]
+                            self.mail.sent[self.mail.next("sent", self.rank, peer)] = parcels
+                        posted[tag] = [
+                            (self.mail.next("received", m[0], self.rank), m) for m in recvs
+                        ]
+                    case Wait(tag):
+                        for key, (peer, blocks) in posted.pop(tag):
+                            self.waiting_for = f"rank {self.rank} waits for {peer} (tag {tag})"
+                            while key not in self.mail.sent:
+                                yield
+                            self._unpack(self.mail.sent.pop(key), blocks, peer, tag)
+                        self.waiting_for = ""
+                    case Attend(q, kv, into):
+                        self._attend(q, kv, into)
+                    case AttendGrad():
+                        self._attend_grad(op)
+                    case Fold(into, parts, how):
+                        self._fold(into, parts, how)
+                    case Local():
+                        pass  # a layer's own step moves nothing
+        if posted:
+            raise PlanError(f"rank {self.rank}: exchanges {sorted(posted)} are never waited for")
+
+    def _label(self, block: Block) -> tuple[str, int]:
+        return self.program.kinds[block.array], block.heads
+
+    def _unpack(
+        self, parcels: Sequence[_Parcel], blocks: Sequence[Block], peer: int, tag: int
+    ) -> None:
+        sent = [(label, len(values)) for label, values in parcels]
+        expected = [(self._label(b), b.stop - b.start) for b in blocks]
+        if sent != expected:
+            where = f"rank {self.rank}, tag {tag}, from {peer}"
+            raise PlanError(f"{where}: message holds {sent}, expected {expected}")
+        for (_, values), block in zip(parcels, blocks, strict=True):
+            self.rows(block)[:] = values
+
+    def _positions(self, block: Block) -> tuple[int, int, int]:
+        tokens = self.program.tokens(block)
+        if len(tokens) != 1 or tokens[0][2] - tokens[0][1] != block.stop - block.start:
+            raise PlanError(f"rank {self.rank}: {block} is not one run of tokens: {tokens}")
+        return tokens[0]
+
+    def _seen(self, q: Block, kv: Block) -> tuple[np.ndarray, np.ndarray]:
+        """For each query row, the slice [low, high) of the key block that it sees."""
+        document, first, last = self._positions(q)
+        other, start, stop = self._positions(kv)
+        if document != other:
+            raise PlanError(f"rank {self.rank}: document {document} attends to {other}")
+        position = np.arange(first, last)
+        low = np.maximum(position - self.window + 1, start) if self.window else start
+        high = np.minimum(position + 1, stop)
+        low = np.broadcast_to(low, position.shape)
+        return np.minimum(low - start, np.maximum(high - start, 0)), np.maximum(high - start, 0)
+
+    def _attend(self, q: Block, kv: Block, into: Block) -> None:
+        done = {(into.array, row) for row in range(into.start, into.stop)}
+        if done & self.written:
+            raise PlanError(f"rank {self.rank}: rows of {into} are attended twice")
+        self.written |= done
+        low, high = self._seen(q, kv)
+        keys = _prefix(self.rows(kv))
+        self.rows(into)[:] = self.rows(q) * (keys[high] - keys[low])
+
+    def _attend_grad(self, op: AttendGrad) -> None:
+        low, high = self._seen(op.q, op.kv)
+        keys = _prefix(self.rows(op.kv))
+        pull = self.rows(op.grad) * self.rows(op.q)
+        self.rows(op.dq)[:] += pull * (keys[high] - keys[low])
+        steps = np.zeros(op.kv.stop - op.kv.start + 1, np.uint64)
+        np.add.at(steps, low, pull)
+        np.subtract.at(steps, high, pull)
+        self.rows(op.dkv)[:] += np.cumsum(steps[:-1], dtype=np.uint64) * self.rows(op.kv)
+
+    def _fold(self, into: Block, parts: tuple[Block, ...], how: str) -> None:
+        values = [self.rows(part).copy() for part in parts]
+        target = self.rows(into)
+        if how == "cat":
+            target[:] = np.concatenate(values)
+        elif how == "sum":
+            for value in values:
+                target += value
+        elif how == "lse":
+            target[:] = np.sum(values, axis=0, dtype=np.uint64)
+
+
+def _prefix(values: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+
+
+def lock_step(programs: Mapping[int, Program], *, backward: bool, window: int = 0) -> list[_Rank]:
+    """Run one direction of all ranks' programs, as far as messages and waits go.
+
+    Raises:
+        PlanError: on a message that does not match its receive, a send that nobody receives, or
+            ranks that wait for each other for ever.
+    """
+    mail = _Mail(len(programs))
+    ranks = [_Rank(r, p, mail, window) for r, p in programs.items()]
+    _finish(ranks, mail, backward)
+    return ranks
+
+
+def _finish(ranks: Sequence[_Rank], mail: _Mail, backward: bool) -> None:
+    running = {r: r.run(r.program.backward if backward else r.program.forward) for r in ranks}
+    while running:
+        before = (len(running), len(mail.counts), sum(mail.counts.values()), len(mail.sent))
+        for rank, steps in list(running.items()):
+            if next(steps, "done") == "done":
+                del running[rank]
+        if before == (len(running), len(mail.counts), sum(mail.counts.values()), len(mail.sent)):
+            raise PlanError("no progress: " + "; ".join(r.waiting_for for r in running))
+    if mail.sent:
+        raise PlanError(f"sent but never received (from, to, number): {sorted(mail.sent)}")
+
+
+def check(plan: Plan) -> None:
+    """Prove a plan's programs exact, forward and backward.
+
+    Raises:
+        PlanError: naming rank, operation or document, when anything differs from one process that
+            runs each document alone.
+    """
+    ranks = range(plan.layout.ranks)
+    programs = {r: plan.program(r) for r in ranks}
+    noise = np.random.default_rng(0)
+    tokens = int(plan.layout.lengths.sum())
+    q, k, g = (noise.integers(0, 2**63, tokens, np.uint64) for _ in range(3))
+    out, dq, dkv = _expected(plan, q, k, g)
+    for backward in (False, True):
+        mail = _Mail(plan.layout.ranks)
+        states = [_Rank(r, programs[r], mail, plan.kind.window) for r in ranks]
+        for state in states:
+            own = plan.layout.flat_rows(state.rank)
+            for array, values in ((_Q, q), (_KV, k), (_GRAD, g)):
+                state.values[array][:] = values[own]
+        _finish(states, mail, backward)
+        for state in states:
+            own = plan.layout.flat_rows(state.rank)
+            results = [(_DQ, dq), (_DKV, dkv)] if backward else [(_OUT, out)]
+            for array, right in results:
+                wrong = np.flatnonzero(state.values[array] != right[own])
+                if len(wrong):
+                    name = state.program.kinds[array]
+                    raise PlanError(f"rank {state.rank}: {name} differs in rows {wrong[:8]}")
+
+
+def _expected(
+    plan: Plan, q: np.ndarray, k: np.ndarray, g: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What one process computes, document by document."""
+    out, dq, dkv = np.empty_like(q), np.empty_like(q), np.empty_like(q)
+    start = 0
+    for n in plan.layout.lengths.tolist():
+        rows = slice(start, start + n)
+        high = np.arange(1, n + 1)
+        low = np.maximum(high - plan.kind.window, 0) if plan.kind.window else np.zeros_like(high)
+        keys = _prefix(k[rows])
+        out[rows] = q[rows] * (keys[high] - keys[low])
+        dq[rows] = g[rows] * out[rows]
+        pull = _prefix(g[rows] * q[rows])
+        last = np.minimum(low[0] + np.arange(n) + (plan.kind.window or n), n)
+        dkv[rows] = k[rows] * (pull[last] - pull[np.arange(n)])
+        start += n
+    return out, dq, dkv

@@ -1,0 +1,52 @@
+"""Rows of a document -> score entries: the cost of attention that planners balance.
+
+Floor: plan. A query row at position p of a causal document sees p + 1 keys, or at most `window`
+keys under a sliding window, so a run of rows costs the sum of that. `window` 0 means no window.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..intervals import Range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What a planner must know of a layer: layers of one kind share one plan.
+
+    Args:
+        window (`int`): Keys a row may see, itself included; 0 for none.
+        query_width (`int`): Elements of one token's queries, heads x head size.
+        key_value_width (`int`): Elements of one token's keys and values together.
+    """
+
+    window: int = 0
+    query_width: int = 1
+    key_value_width: int = 1
+
+
+def _entries_before(position: np.ndarray, window: int) -> np.ndarray:
+    """Score entries of rows `[0, position)` of a document, int64."""
+    position = np.asarray(position, np.int64)
+    if not window:
+        return position * (position + 1) // 2
+    ramp = np.minimum(position, window)
+    return ramp * (ramp + 1) // 2 + (position - ramp) * window
+
+
+def entries(start: np.ndarray, stop: np.ndarray, *, window: int) -> np.ndarray:
+    """Score entries of query rows `[start, stop)` (element by element, int64)."""
+    return _entries_before(stop, window) - _entries_before(start, window)
+
+
+def keys_seen(rows: Range, *, window: int) -> Range:
+    """The keys that query rows `[start, stop)` of a causal document see."""
+    start, stop = rows
+    return (max(0, start - window + 1) if window else 0, stop)
+
+
+def max_over_mean(loads: np.ndarray) -> float:
+    """Largest load over the mean: 1.0 is perfect balance; 1.0 for no load at all."""
+    mean = float(np.mean(loads)) if len(loads) else 0.0
+    return float(np.max(loads)) / mean if mean else 1.0

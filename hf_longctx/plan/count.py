@@ -1,0 +1,112 @@
+"""Program -> bytes per peer, rank and direction: what the executor must be found to have sent.
+
+Floor: plan.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from .program import HOME, KINDS, Block, Fold, Local, Op, Post, Program, Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Sizes of one layer's rows.
+
+    Args:
+        heads (`int`): Query heads, H.
+        kv_heads (`int`): Key/value heads, K.
+        head_dim (`int`): Query and key head size, D.
+        value_dim (`int`): Value head size, V.
+        state (`int`): Elements of one head's state, S.
+        itemsize (`int`): Bytes of the model's dtype.
+        wide_itemsize (`int`): Bytes of accumulators and lse: 4, or 8 for float64 models.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    state: int = 0
+    itemsize: int = 4
+    wide_itemsize: int = 4
+
+    def row(self, kind: str, *, heads: int = 0) -> int:
+        """Bytes of one row of an array of `kind`, for `heads` key/value head groups (0: all)."""
+        sizes = {"H": self.heads, "K": self.kv_heads}
+        widths = {"D": self.head_dim, "V": self.value_dim, "S": self.state, "1": 1}
+        total = 0
+        for field in KINDS[kind]:
+            size = self.wide_itemsize if field.wide else self.itemsize
+            of_field = sizes[field.heads] * heads // self.kv_heads if heads else sizes[field.heads]
+            total += of_field * widths[field.width] * size
+        return total
+
+
+def block_bytes(program: Program, block: Block, widths: Widths) -> int:
+    """Bytes of a block's rows."""
+    row = widths.row(program.kinds[block.array], heads=block.heads)
+    return (block.stop - block.start) * row
+
+
+def sent(program: Program, widths: Widths, *, backward: bool) -> Counter[int]:
+    """Bytes that a rank sends to each peer in one direction of one layer."""
+    total: Counter[int] = Counter()
+    for phase in program.backward if backward else program.forward:
+        for op in phase:
+            if isinstance(op, Post):
+                for peer, blocks in op.sends:
+                    total[peer] += sum(block_bytes(program, b, widths) for b in blocks)
+    return total
+
+
+def sent_in_layer(program: Program, widths: Widths) -> int:
+    """Bytes that a rank sends in the forward and backward of one layer."""
+    return sum(sum(sent(program, widths, backward=b).values()) for b in (False, True))
+
+
+def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]:
+    """First and last operation (counted over the direction's phases) that touches each array."""
+    spans: dict[int, tuple[int, int]] = {}
+    posted: dict[int, Post] = {}
+    number = 0
+    for phase in program.backward if backward else program.forward:
+        for op in phase:
+            if isinstance(op, Post):
+                posted[op.tag] = op
+            touched = blocks_of(posted[op.tag] if isinstance(op, Wait) else op)
+            for block in touched:
+                first, _ = spans.get(block.array, (number, number))
+                spans[block.array] = (first, number)
+            number += 1
+    return spans
+
+
+def blocks_of(op: Op) -> tuple[Block, ...]:
+    """Every block that an operation reads or writes."""
+    match op:
+        case Post(_, sends, recvs):
+            return tuple(b for _, blocks in (*sends, *recvs) for b in blocks)
+        case Fold(into, parts, _):
+            return (into, *parts)
+        case Local(_, into):
+            return (into,)
+        case Wait(_):
+            return ()
+        case _:
+            return tuple(op)
+
+
+def peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
+    """Largest sum of live transient arrays (all but the rank's own rows) in one direction."""
+    changes: Counter[int] = Counter()
+    for array, (first, last) in lifetimes(program, backward=backward).items():
+        if array >= len(HOME):
+            size = program.rows[array] * widths.row(program.kinds[array])
+            changes[first] += size
+            changes[last + 1] -= size
+    live = peak = 0
+    for number in sorted(changes):
+        live += changes[number]
+        peak = max(peak, live)
+    return peak

@@ -1,0 +1,156 @@
+"""A layout -> balanced attention tasks: who computes which query rows (core attention disaggregation).
+
+Floor: plan. Source: arXiv 2510.18121, section 4.2, with head-tail items of appendix B. A task is a run
+of query rows with every key that they see; each row has one producer, so no softmax is merged.
+
+An *item* pairs rows of one document: pair x is rows (head + x, tail - 1 - x). Without a window every
+pair of an item costs the same, so cutting pairs off the inner end moves the most work per key.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .cost import LayerKind, entries
+from .layout import GRANULE, Layout
+
+
+class Task(NamedTuple):
+    """Query rows `[start, stop)` of `document`, held by `home`, computed by `server`."""
+
+    document: int
+    start: int
+    stop: int
+    home: int
+    server: int
+
+
+_DOCUMENT, _HEAD, _TAIL, _FIRST, _LAST, _MIDDLE, _HOME, _SERVER = range(8)
+
+
+def items(layout: Layout) -> np.ndarray:
+    """int64 `[items, 8]`: document, head, tail, first pair, last pair, middle row?, home, server.
+
+    Two equally long pieces of a document on one rank form one item (head rows, tail rows); every
+    other piece is folded on itself, and an odd one keeps its middle row.
+    """
+    rows: list[tuple[int, ...]] = []
+    for document, held in layout.by_document.items():
+        of_rank: dict[int, list[tuple[int, int]]] = {}
+        for s in held:
+            of_rank.setdefault(s.rank, []).append((s.start, s.stop))
+        for rank, pieces in of_rank.items():
+            if len(pieces) == 2 and len({stop - start for start, stop in pieces}) == 1:
+                (head, stop), (_, tail) = pieces
+                rows.append((document, head, tail, 0, stop - head, 0, rank, rank))
+                continue
+            for start, stop in pieces:
+                pairs, odd = divmod(stop - start, 2)
+                rows.append((document, start, stop, 0, pairs, odd, rank, rank))
+    return np.asarray(sorted(rows, key=lambda r: (r[_HOME], r[_DOCUMENT], r[_HEAD])), np.int64)
+
+
+def _work(table: np.ndarray, window: int) -> np.ndarray:
+    """Score entries of each item."""
+    head, tail, first, last = (table[:, c] for c in (_HEAD, _TAIL, _FIRST, _LAST))
+    head_rows = entries(head + first, head + last, window=window)
+    tail_rows = entries(tail - last, tail - first, window=window)
+    middle = entries(head + last, head + last + table[:, _MIDDLE], window=window)
+    return head_rows + tail_rows + middle
+
+
+def balance(layout: Layout, *, kind: LayerKind, tolerance: float) -> np.ndarray:
+    """Move items between ranks until every rank is within `tolerance` of the mean work.
+
+    Args:
+        layout (`Layout`): Where the tokens lie; each rank first serves its own rows.
+        kind (`LayerKind`): Window and widths of the layer; the widths weigh a move's bytes.
+        tolerance (`float`): Allowed excess over the mean, as a fraction; `inf` moves nothing.
+
+    Returns:
+        int64 item table as `items` gives it, with servers assigned.
+    """
+    table = items(layout)
+    work = _work(table, kind.window)
+    load = np.bincount(table[:, _SERVER], weights=work, minlength=layout.ranks)
+    mean = load.sum() / layout.ranks
+    for receiver in np.argsort(load, kind="stable").tolist():
+        while mean - load[receiver] > tolerance * mean:
+            moved = _move(table, work, load, mean, load > mean, receiver, kind)
+            if moved is None:
+                break
+            table, work = moved
+    while load.max() > (1 + tolerance) * mean:  # a donor may be left alone far above the mean
+        donors = np.arange(layout.ranks) == load.argmax()
+        moved = _move(table, work, load, mean, donors, int(load.argmin()), kind)
+        if moved is None:
+            break
+        table, work = moved
+    return table
+
+
+def _move(
+    table: np.ndarray,
+    work: np.ndarray,
+    load: np.ndarray,
+    mean: float,
+    donors: np.ndarray,
+    receiver: int,
+    kind: LayerKind,
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Make the move to `receiver` with the most work per byte; `None` when there is none.
+
+    `load` is updated in place. Bytes of n pairs: 2n query rows and the keys up to the last row moved.
+    """
+    server = table[:, _SERVER]
+    limit = np.minimum(work, np.minimum(load[server] - mean, mean - load[receiver]))
+    candidates = np.flatnonzero(donors[server] & (limit > 0))
+    if not len(candidates):
+        return None
+    rows, limit, total = table[candidates], limit[candidates], work[candidates]
+    pairs = rows[:, _LAST] - rows[:, _FIRST]
+    whole = limit >= total
+    per_pair = np.maximum(total / np.maximum(pairs, 1), 1)
+    taken = np.where(whole, pairs, np.floor(limit / per_pair).astype(np.int64) // GRANULE * GRANULE)
+    keys = np.minimum(rows[:, _TAIL] - rows[:, _LAST] + taken, rows[:, _TAIL])
+    if kind.window:
+        keys = np.minimum(keys, 2 * taken + 2 * kind.window)
+    volume = 2 * taken * kind.query_width + keys * kind.key_value_width
+    gain = np.where(taken + whole > 0, taken * per_pair / np.maximum(volume, 1), -1.0)
+    best = int(np.argmax(gain))
+    if gain[best] <= 0:
+        return None
+    item, n = int(candidates[best]), int(taken[best])
+    donor = int(table[item, _SERVER])
+    if whole[best]:
+        table[item, _SERVER] = receiver
+        gone = work[item]
+    else:
+        moved = table[item].copy()
+        moved[_FIRST], moved[_SERVER] = moved[_LAST] - n, receiver
+        table[item, _LAST] -= n
+        table[item, _MIDDLE] = 0
+        table = np.concatenate([table, moved[None]])
+        gone = _work(moved[None], kind.window)[0]
+        work = np.concatenate([work, [gone]])
+        work[item] -= gone
+    load[donor] -= gone
+    load[receiver] += gone
+    return table, work
+
+
+def tasks(table: np.ndarray) -> np.ndarray:
+    """int32 `[tasks, 5]`: the fields of `Task`, by server, document and row.
+
+    An item gives its head rows and its tail rows, or one task where they touch.
+    """
+    rows: list[tuple[int, ...]] = []
+    for document, head, tail, first, last, middle, home, server in table.tolist():
+        outer, inner = (head + first, head + last), (tail - last, tail - first)
+        if inner[0] - outer[1] <= middle:
+            runs = [(outer[0], inner[1])]
+        else:
+            runs = [outer, inner]
+        rows += [(document, *run, home, server) for run in runs if run[0] < run[1]]
+    rows.sort(key=lambda r: (r[4], r[0], r[1]))
+    return np.asarray(rows, np.int32).reshape(-1, 5)

@@ -1,0 +1,201 @@
+"""Document lengths and a group size -> which rank holds which segments, in which order.
+
+Floor: plan. Ranks hold equal token counts (they differ by at most one). Within a rank, segments lie
+by document and position, so a rank's rows of one document read from left to right.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ..intervals import Range, subtract, union
+from .cost import entries
+
+LAYOUTS = ("contiguous", "spread")
+GRANULE = 128  # rows; a flash kernel loses speed on shorter pieces
+
+
+class Placed(NamedTuple):
+    """Tokens `[start, stop)` of `document`, kept by `rank` from local row `row` on."""
+
+    rank: int
+    row: int
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where every token of a batch lies.
+
+    Args:
+        lengths (`np.ndarray`): int32, tokens of each document.
+        ranks (`int`): Ranks of the group.
+        columns (`np.ndarray`): int32 `[segments, 5]`, the fields of `Placed`, sorted by rank and row.
+    """
+
+    lengths: np.ndarray
+    ranks: int
+    columns: np.ndarray
+
+    @cached_property
+    def segments(self) -> tuple[Placed, ...]:
+        """All segments as views on the columns, by rank and row."""
+        return tuple(Placed(*row) for row in self.columns.tolist())
+
+    @cached_property
+    def by_document(self) -> dict[int, tuple[Placed, ...]]:
+        """The segments of each document, by position."""
+        held: dict[int, list[Placed]] = defaultdict(list)
+        for segment in self.segments:
+            held[segment.document].append(segment)
+        return {d: tuple(sorted(held[d], key=lambda s: s.start)) for d in held}
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[Placed, ...]]:
+        held: dict[int, list[Placed]] = defaultdict(list)
+        for segment in self.segments:
+            held[segment.rank].append(segment)
+        return {rank: tuple(of_rank) for rank, of_rank in held.items()}
+
+    def of_rank(self, rank: int) -> tuple[Placed, ...]:
+        """The segments that `rank` holds, in row order."""
+        return self._by_rank.get(rank, ())
+
+    def rows(self, rank: int) -> int:
+        """Tokens that `rank` holds."""
+        return sum(s.stop - s.start for s in self.of_rank(rank))
+
+    def positions(self, rank: int) -> np.ndarray:
+        """int64 `[rows]`: the position of each local row inside its document."""
+        runs = [np.arange(s.start, s.stop) for s in self.of_rank(rank)]
+        return np.concatenate(runs) if runs else np.zeros(0, np.int64)
+
+    def flat_rows(self, rank: int) -> np.ndarray:
+        """int64 `[rows]`: the index of each local row in the documents laid end to end."""
+        first = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        runs = [first[s.document] + np.arange(s.start, s.stop) for s in self.of_rank(rank)]
+        return np.concatenate(runs) if runs else np.zeros(0, np.int64)
+
+    def inverse(self) -> np.ndarray:
+        """int64 `[tokens]`: for each token of the documents laid end to end, its index in the ranks'
+        rows laid end to end. `concat(rows of all ranks)[inverse()]` restores document order."""
+        return np.argsort(np.concatenate([self.flat_rows(r) for r in range(self.ranks)]))
+
+    @property
+    def spanning_documents(self) -> int:
+        """Documents with tokens on more than one rank."""
+        return sum(len({s.rank for s in held}) > 1 for held in self.by_document.values())
+
+
+def cut(lengths: Sequence[int], *, ranks: int, layout: str) -> Layout:
+    """Cut documents over ranks.
+
+    Args:
+        lengths (`Sequence[int]`): Tokens of each document, each at least 1.
+        ranks (`int`): Ranks of the group, at least 1.
+        layout (`str`): `contiguous` (documents end to end, cut in equal parts) or `spread` (long
+            documents head-tail over several ranks with widths by free room, the rest whole, the
+            last ones split so that every rank is full).
+
+    Raises:
+        ValueError: on an unknown layout, fewer than one rank, no document or an empty document.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"longctx_layout={layout!r} is not built yet; use one of {LAYOUTS}")
+    if ranks < 1:
+        raise ValueError(f"a layout needs at least one rank, got ranks={ranks}")
+    if not len(lengths) or min(lengths) < 1:
+        raise ValueError(f"a batch needs documents of at least one token, got lengths {lengths}")
+    total = int(sum(lengths))
+    room = [total // ranks + (r < total % ranks) for r in range(ranks)]
+    place = _contiguous if layout == "contiguous" else _spread
+    held: dict[tuple[int, int], list[Range]] = defaultdict(list)
+    for rank, document, start, stop in place(list(map(int, lengths)), list(room)):
+        held[rank, document].append((start, stop))
+    rows, columns = [0] * ranks, []
+    for rank, document in sorted(held):
+        for start, stop in union(held[rank, document]):
+            columns.append((rank, rows[rank], document, start, stop))
+            rows[rank] += stop - start
+    assert rows == room, (rows, room)
+    return Layout(
+        np.asarray(lengths, np.int32), ranks, np.asarray(columns, np.int32).reshape(-1, 5)
+    )
+
+
+_Share = tuple[int, int, int, int]  # rank, document, start, stop
+
+
+def _contiguous(lengths: list[int], room: list[int]) -> Iterator[_Share]:
+    yield from _fill([(d, (0, n)) for d, n in enumerate(lengths)], room)
+
+
+def _fill(pieces: list[tuple[int, Range]], room: list[int]) -> Iterator[_Share]:
+    """Pour pieces into the ranks' free room in rank order, cutting where a rank is full."""
+    rank = 0
+    for document, (start, stop) in pieces:
+        while start < stop:
+            while not room[rank]:
+                rank += 1
+            taken = min(room[rank], stop - start)
+            yield rank, document, start, start + taken
+            room[rank] -= taken
+            start += taken
+
+
+def _spread(lengths: list[int], free_rows: list[int]) -> Iterator[_Share]:
+    """Long documents as head-tail windows on the least loaded ranks, others whole, rest to fill."""
+    tokens = np.asarray(lengths, np.int64)
+    work = entries(0, tokens, window=0)
+    mean = float(work.sum()) / len(free_rows)
+    room, load = np.asarray(free_rows, np.int64), np.zeros(len(free_rows))
+    rest: list[tuple[int, Range]] = []
+    for d in np.argsort(-tokens, kind="stable").tolist():
+        n = lengths[d]
+        whole = work[d] <= mean and n <= room.max()
+        if whole:
+            rank = int(np.argmin(np.where(room >= n, load, np.inf)))
+            shares = [(rank, (0, n))]
+        else:
+            shares = _windows(n, float(work[d]), mean, load, room)
+            rest += [(d, hole) for hole in subtract((0, n), [share for _, share in shares])]
+        for rank, (start, stop) in shares:
+            room[rank] -= stop - start
+            load[rank] += (start + 1 + stop) * (stop - start) / 2
+            yield rank, d, start, stop
+    yield from _fill(sorted(rest), room.tolist())
+
+
+def _windows(
+    n: int, work: float, mean: float, load: np.ndarray, room: np.ndarray
+) -> list[tuple[int, Range]]:
+    """Head-tail shares of one document of `n` tokens: row p pairs with row n-1-p, every pair costs
+    n+1 entries, so widths proportional to the ranks' free work balance them."""
+    chosen: list[int] = []
+    free = tokens = 0.0
+    for rank in np.argsort(load, kind="stable").tolist():
+        if free >= work and tokens >= n:
+            break
+        if room[rank] and (load[rank] < mean or tokens < n):
+            chosen.append(rank)
+            free += max(mean - load[rank], 0.0)
+            tokens += room[rank]
+    shares: list[tuple[int, Range]] = []
+    pairs, done = n // 2, 0
+    for rank in sorted(chosen):
+        wanted = pairs * max(mean - load[rank], 0.0) / free if free else pairs / len(chosen)
+        width = round(wanted / GRANULE) * GRANULE if rank != max(chosen) else pairs - done
+        width = min(width, int(room[rank]) // 2, pairs - done)
+        if not width:
+            continue
+        start, done = done, done + width
+        shares += [(rank, (start, done)), (rank, (n - done, n - start))]
+        if done == pairs and n % 2 and 2 * width < room[rank]:
+            shares.append((rank, (done, done + 1)))  # the middle row has no mirror row
+    return shares

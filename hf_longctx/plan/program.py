@@ -1,0 +1,274 @@
+"""One rank's part of a plan: phases of frozen operations over named blocks, kept as int32 columns.
+
+Floor: plan. A program names *arrays* (rows of one kind), says which tokens their rows hold, and lists
+forward and backward phases of operations on *blocks* of them. One phase is one autograd node. The
+executor, the checker and the byte counter read the same program.
+
+Letters: T rows, H query heads, K key/value heads, D head size, V value head size.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Field(NamedTuple):
+    """One tensor of an array: `[rows, heads, width]`, in the model's dtype or a wide one (float32 or
+    wider). `heads` is H, K or 1; `width` is D, V, 1 or S (elements of one head's state)."""
+
+    name: str
+    heads: str
+    width: str
+    wide: bool = False
+
+
+KINDS: dict[str, tuple[Field, ...]] = {
+    "q": (Field("q", "H", "D"),),
+    "kv": (Field("k", "K", "D"), Field("v", "K", "V")),
+    "out": (Field("out", "H", "V"), Field("lse", "H", "1", True)),
+    "part": (Field("out", "H", "V", True), Field("lse", "H", "1", True)),
+    "grad": (Field("grad_out", "H", "V"), Field("out", "H", "V"), Field("lse", "H", "1", True)),
+    "dq": (Field("dq", "H", "D", True),),
+    "dkv": (Field("dk", "K", "D", True), Field("dv", "K", "V", True)),
+    "state": (Field("state", "H", "S", True),),
+    "decay": (Field("decay", "H", "1", True),),
+}
+HOME = ("q", "kv", "out", "grad", "dq", "dkv")  # arrays 0..5 of an attention program: local rows
+FOLDS = ("cat", "sum", "lse", "affine")
+
+
+class Block(NamedTuple):
+    """Rows `[start, stop)` of an array, and key/value head groups `[head, head + heads)` of them;
+    `heads` 0 means every head."""
+
+    array: int
+    start: int
+    stop: int
+    head: int = 0
+    heads: int = 0
+
+
+Message = tuple[int, tuple[Block, ...]]  # peer, blocks: one message per peer
+
+
+class Post(NamedTuple):
+    """Start an exchange: post the receives, then send. Never blocks."""
+
+    tag: int
+    sends: tuple[Message, ...]
+    recvs: tuple[Message, ...]
+
+
+class Wait(NamedTuple):
+    """The only operation that blocks: the exchange `tag` has arrived and its blocks are filled."""
+
+    tag: int
+
+
+class Attend(NamedTuple):
+    """`into` = the partial (out, lse) of rows `q` over keys `kv`; the mask follows from positions."""
+
+    q: Block
+    kv: Block
+    into: Block
+
+
+class AttendGrad(NamedTuple):
+    """Add one task's gradients to `dq` and `dkv`, from the final out and lse in `grad`."""
+
+    q: Block
+    kv: Block
+    grad: Block
+    dq: Block
+    dkv: Block
+
+
+class Fold(NamedTuple):
+    """Combine `parts` into `into`, in their order: `cat` copies them end to end, `sum` adds each to
+    what stands there, `lse` merges partials, `affine` forms E + M S of (E, M, S)."""
+
+    into: Block
+    parts: tuple[Block, ...]
+    how: str
+
+
+class Local(NamedTuple):
+    """A step of the layer's own, without exchange, that `into` is the result of."""
+
+    step: int
+    into: Block
+
+
+Op = Post | Wait | Attend | AttendGrad | Fold | Local
+Phases = tuple[tuple[Op, ...], ...]
+_CODES: tuple[type, ...] = (Post, Wait, Attend, AttendGrad, Fold, Local)
+
+
+class Held(NamedTuple):
+    """Rows `[row, row + stop - start)` of `array` hold tokens `[start, stop)` of `document`."""
+
+    array: int
+    row: int
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One rank's operations, as int32 columns with views.
+
+    Args:
+        arrays (`np.ndarray`): `[arrays, 2]`: kind (index into `KINDS`), rows.
+        held (`np.ndarray`): `[runs, 5]`: the fields of `Held`.
+        ops (`np.ndarray`): `[operations, 4]`: direction (0 forward, 1 backward), phase, code, and the
+            operation's number (tag, step or fold).
+        blocks (`np.ndarray`): `[blocks, 8]`: operation, role, peer, then the fields of `Block`.
+        phases (`np.ndarray`): `[2]`: phases of forward and of backward.
+    """
+
+    arrays: np.ndarray
+    held: np.ndarray
+    ops: np.ndarray
+    blocks: np.ndarray
+    phases: np.ndarray
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        arrays: Sequence[tuple[str, int]],
+        held: Sequence[Held],
+        forward: Phases,
+        backward: Phases,
+    ) -> "Program":
+        """Encode operations as columns."""
+        kinds = list(KINDS)
+        ops: list[tuple[int, int, int, int]] = []
+        blocks: list[tuple[int, ...]] = []
+        for direction, phases in enumerate((forward, backward)):
+            for phase, operations in enumerate(phases):
+                for op in operations:
+                    number, of_op = _encode(op)
+                    blocks += [(len(ops), role, peer, *block) for role, peer, block in of_op]
+                    ops.append((direction, phase, _CODES.index(type(op)), number))
+        return cls(
+            _columns([(kinds.index(kind), rows) for kind, rows in arrays], 2),
+            _columns(held, 5),
+            _columns(ops, 4),
+            _columns(blocks, 8),
+            np.asarray([len(forward), len(backward)], np.int32),
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of each array."""
+        kinds = list(KINDS)
+        return tuple(kinds[kind] for kind in self.arrays[:, 0].tolist())
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each array."""
+        return tuple(self.arrays[:, 1].tolist())
+
+    @cached_property
+    def runs(self) -> dict[int, tuple[Held, ...]]:
+        """What each array's rows hold, by row."""
+        runs: dict[int, list[Held]] = {a: [] for a in range(len(self.arrays))}
+        for row in self.held.tolist():
+            runs[row[0]].append(Held(*row))
+        return {a: tuple(sorted(held, key=lambda h: h.row)) for a, held in runs.items()}
+
+    def tokens(self, block: Block) -> tuple[tuple[int, int, int], ...]:
+        """The `(document, start, stop)` that a block's rows hold, in row order."""
+        found = []
+        for run in self.runs[block.array]:
+            low = max(run.row, block.start)
+            high = min(run.row + run.stop - run.start, block.stop)
+            if low < high:
+                found.append((run.document, run.start + low - run.row, run.start + high - run.row))
+        return tuple(found)
+
+    @cached_property
+    def forward(self) -> Phases:
+        """The forward phases."""
+        return self._decode(0)
+
+    @cached_property
+    def backward(self) -> Phases:
+        """The backward phases, in the order they run."""
+        return self._decode(1)
+
+    def _decode(self, direction: int) -> Phases:
+        of_op: list[list[list[int]]] = [[] for _ in range(len(self.ops))]
+        for row in self.blocks.tolist():
+            of_op[row[0]].append(row[1:])
+        phases: list[list[Op]] = [[] for _ in range(int(self.phases[direction]))]
+        for row, blocks in zip(self.ops.tolist(), of_op, strict=True):
+            if row[0] == direction:
+                op = _decode(_CODES[row[2]], row[3], [(b[0], b[1], Block(*b[2:])) for b in blocks])
+                phases[row[1]].append(op)
+        return tuple(map(tuple, phases))
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """A plain form that can be kept, diffed and read back."""
+        return {name: getattr(self, name).tolist() for name in _COLUMN_WIDTHS}
+
+    @classmethod
+    def from_json(cls, kept: dict[str, list[Any]]) -> "Program":
+        """The program that `to_json` wrote."""
+        return cls(*(_columns(kept[name], width) for name, width in _COLUMN_WIDTHS.items()))
+
+    def __str__(self) -> str:
+        return json.dumps(self.to_json())
+
+
+_COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 4, "blocks": 8, "phases": 0}
+
+
+def _columns(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    columns = np.asarray(rows, np.int32)
+    return columns.reshape(-1, width) if width else columns
+
+
+_Encoded = list[tuple[int, int, Block]]  # role, peer, block
+
+
+def _encode(op: Op) -> tuple[int, _Encoded]:
+    match op:
+        case Post(tag, sends, recvs):
+            roles = enumerate((sends, recvs))
+            return tag, [(role, p, b) for role, ms in roles for p, blocks in ms for b in blocks]
+        case Wait(tag):
+            return tag, []
+        case Fold(into, parts, how):
+            return FOLDS.index(how), [(0, -1, into), *((1, -1, part) for part in parts)]
+        case Local(step, into):
+            return step, [(0, -1, into)]
+        case _:
+            return 0, [(role, -1, block) for role, block in enumerate(op)]
+
+
+def _messages(blocks: _Encoded, role: int) -> tuple[Message, ...]:
+    by_peer: dict[int, list[Block]] = {}
+    for of_role, peer, block in blocks:
+        if of_role == role:
+            by_peer.setdefault(peer, []).append(block)
+    return tuple((peer, tuple(of_peer)) for peer, of_peer in by_peer.items())
+
+
+def _decode(code: Callable[..., Any], number: int, blocks: _Encoded) -> Op:
+    if code is Post:
+        return Post(number, _messages(blocks, 0), _messages(blocks, 1))
+    if code is Wait:
+        return Wait(number)
+    if code is Fold:
+        into, *parts = (block for _, _, block in blocks)
+        return Fold(into, tuple(parts), FOLDS[number])
+    if code is Local:
+        return Local(number, blocks[0][2])
+    return code(*(block for _, _, block in blocks))

@@ -1,0 +1,137 @@
+"""Query, key, value rows of one rank -> attention output, differentiable: one node per phase.
+
+Floor: runtime. An exchange before and after the kernels, in both directions, means three phases and
+three autograd nodes: the backward of the last starts the exchange, that of the first collects it. Home
+keeps q, k, v, out and lse (resend backward); servers keep nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..comm.channels import Channel
+from ..plan.count import Widths
+from ..plan.program import Program
+from .executor import Account, Execution, drive
+
+_Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One attention call: its program, where it exchanges, and the run under way.
+
+    Args:
+        program (`Program`): This rank's program.
+        channel (`Channel`, *optional*): Needed where the program exchanges.
+        scale (`float`): Factor on the scores.
+        window (`int`): Keys a row sees; 0 for all.
+        account (`Account`): Where to add what was done.
+        saved (`tuple[Tensor, Tensor]`, *optional*): `(out, lse)` of the first forward, in a recompute.
+    """
+
+    program: Program
+    channel: Channel | None
+    scale: float
+    window: int
+    account: Account
+    saved: tuple[Tensor, Tensor] | None = None
+    run: Execution | None = None
+
+    def start(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, backward: bool) -> Execution:
+        """Begin one direction with the rank's own rows bound."""
+        widths = Widths(
+            heads=q_THD.shape[1],
+            kv_heads=k_TKD.shape[1],
+            head_dim=q_THD.shape[2],
+            value_dim=v_TKD.shape[2],
+        )
+        self.run = Execution(
+            self.program,
+            widths=widths,
+            dtype=q_THD.dtype,
+            backward=backward,
+            channel=self.channel,
+            scale=self.scale,
+            window=self.window,
+            account=self.account,
+        )
+        self.run.bind(_Q, q=q_THD)
+        self.run.bind(_KV, k=k_TKD, v=v_TKD)
+        return self.run
+
+    def advance(self, phase: int) -> None:
+        """Run one phase of the direction under way."""
+        assert self.run is not None
+        drive(self.run.phase(phase), self.account)
+
+    def finish(self) -> Execution:
+        """End the direction under way; its buffers go with it."""
+        assert self.run is not None
+        run, self.run = self.run, None
+        return run
+
+
+class _Phase(torch.autograd.Function):
+    """Phase `index` of `phases`. The first takes q, k, v; the last gives out; tokens tie them."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, index: int, phases: int, *given: Tensor) -> Any:
+        ctx.layer, ctx.index, ctx.phases, ctx.given = layer, index, phases, len(given)
+        first, last = index == 0, index == phases - 1
+        q, k, v = given[-3:] if first or last else (None, None, None)
+        if layer.saved is None:
+            if first:
+                assert q is not None and k is not None and v is not None
+                layer.start(q, k, v, backward=False)
+            layer.advance(index)
+        if not last:
+            return given[0].new_empty(0)
+        if layer.saved is None:
+            fields = layer.finish().fields(_OUT)
+            layer.saved = fields["out"], fields["lse"]
+        out, lse = layer.saved
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer = ctx.layer
+        if ctx.index == ctx.phases - 1:
+            q, k, v, out, lse = ctx.saved_tensors
+            run = layer.start(q, k, v, backward=True)
+            run.bind(_GRAD, grad_out=grads[0], out=out, lse=lse)
+        layer.advance(ctx.phases - 1 - ctx.index)
+        if ctx.index:
+            rows = (None,) * (ctx.given - 1)  # detached: the first phase returns their gradients
+            return None, None, None, grads[0].new_zeros(0), *rows
+        run = layer.finish()
+        dtype = run.dtype
+        dq, dkv = run.fields(_DQ), run.fields(_DKV)
+        return None, None, None, dq["dq"].to(dtype), dkv["dk"].to(dtype), dkv["dv"].to(dtype)
+
+
+def attend(layer: Layer, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Run one layer's attention.
+
+    Args:
+        layer (`Layer`): The call; with `saved` set nothing is computed or sent.
+        q_THD, k_TKD, v_TKD (`Tensor`): The rank's own rows, any strides, one dtype.
+
+    Returns:
+        `out [T, H, V]` in that dtype, differentiable, and `lse [T, H, 1]` (float32 or wider).
+    """
+    phases = len(layer.program.forward)
+    if phases == 1:
+        return _Phase.apply(layer, 0, 1, q_THD, k_TKD, v_TKD)
+    token = _Phase.apply(layer, 0, phases, q_THD, k_TKD, v_TKD)
+    rows = q_THD.detach(), k_TKD.detach(), v_TKD.detach()
+    for index in range(1, phases):
+        given = (token, *rows) if index == phases - 1 else (token,)
+        token = _Phase.apply(layer, index, phases, *given)
+    return token

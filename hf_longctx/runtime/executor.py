@@ -1,0 +1,289 @@
+"""A program and one layer's tensors -> its attention, phase by phase.
+
+Floor: runtime. The executor is a generator that yields at waits only, so one program runs blocking in
+a process, in lock step over ranks in one thread, or between two halves of a batch. Letters: T rows, H
+query heads, K key/value heads, D head size, V value head size.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..comm.channels import Channel, Exchange, Parcel
+from ..kernels import softmax
+from ..kernels.merge import merge
+from ..kernels.pieces import Call, Task, calls
+from ..plan.count import Widths, lifetimes
+from ..plan.program import (
+    HOME,
+    KINDS,
+    Attend,
+    AttendGrad,
+    Block,
+    Fold,
+    Local,
+    Op,
+    Post,
+    Program,
+    Wait,
+)
+
+Fields = dict[str, Tensor]
+_ROLES = {Attend: ("q", "kv", "into"), AttendGrad: ("q", "kv", "grad", "dq", "dkv")}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """Neighbouring tasks on the same arrays, as kernel calls."""
+
+    arrays: dict[str, int]
+    calls: tuple[Call, ...]
+    tasks: int
+    backward: bool
+
+
+Step = _Kernels | Post | Wait | Fold | Local
+
+
+@lru_cache(maxsize=256)
+def _steps(program: Program, window: int, backward: bool) -> tuple[tuple[Step, ...], ...]:
+    """Phases with neighbouring tasks fused (memo of a pure function; a program has no other key)."""
+    return tuple(
+        tuple(_fused(program, phase, window))
+        for phase in (program.backward if backward else program.forward)
+    )
+
+
+def _fused(program: Program, phase: Iterable[Op], window: int) -> Iterable[Step]:
+    tasks: list[Task] = []
+    arrays: dict[str, int] = {}
+
+    def flush() -> Iterable[Step]:
+        if tasks:
+            yield _Kernels(dict(arrays), calls(tasks, window=window), len(tasks), "dq" in arrays)
+            tasks.clear()
+
+    for op in phase:
+        if not isinstance(op, Attend | AttendGrad):
+            yield from flush()
+            yield op
+            continue
+        blocks = dict(zip(_ROLES[type(op)], op, strict=True))
+        if {role: block.array for role, block in blocks.items()} != arrays:
+            yield from flush()
+            arrays = {role: block.array for role, block in blocks.items()}
+        (_, q_pos, _), (_, k_pos, _) = program.tokens(op.q)[0], program.tokens(op.kv)[0]
+        rows = {role: block.start for role, block in blocks.items()}
+        tasks.append(Task(rows, q_pos, op.q.stop - op.q.start, k_pos, op.kv.stop - op.kv.start))
+    yield from flush()
+
+
+@dataclass(slots=True)
+class Account:
+    """What one rank's attention did, summed over layers and batches.
+
+    Args:
+        calls (`int`): Attention calls of a forward.
+        recomputed (`int`): Attention calls answered from saved results, under checkpointing.
+        recompute_bytes (`int`): Bytes sent during those (0 by design).
+        waited (`float`): Seconds blocked in waits.
+        attending (`float`): Seconds in attention kernels.
+        peak_bytes (`int`): Largest sum of live transient arrays in one layer.
+        layers (`set[int]`): Layers that called.
+    """
+
+    calls: int = 0
+    recomputed: int = 0
+    recompute_bytes: int = 0
+    waited: float = 0.0
+    attending: float = 0.0
+    peak_bytes: int = 0
+    layers: set[int] = field(default_factory=set)
+
+
+class Execution:
+    """One direction of one program on one layer's tensors.
+
+    Args:
+        program (`Program`): This rank's program.
+        widths (`Widths`): Sizes of the layer's rows.
+        dtype (`torch.dtype`): The model's dtype; wide fields are float32, or float64 with it.
+        backward (`bool`): Which direction.
+        channel (`Channel`, *optional*): Needed where the program exchanges.
+        scale (`float`, *optional*, defaults to 1.0): Factor on the scores.
+        window (`int`, *optional*, defaults to 0): Keys a row sees; 0 for all.
+        local (`Callable`, *optional*): Runs the layer's own steps: `(step, into)`.
+        account (`Account`, *optional*): Where to add what was done.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        widths: Widths,
+        dtype: torch.dtype,
+        backward: bool,
+        channel: Channel | None = None,
+        scale: float = 1.0,
+        window: int = 0,
+        local: Callable[[int, Fields], None] | None = None,
+        account: Account | None = None,
+    ) -> None:
+        self.program, self.widths, self.dtype = program, widths, dtype
+        self.wide = torch.promote_types(dtype, torch.float32)
+        self.backward, self.channel, self.local = backward, channel, local
+        self.scale, self.window = scale, window
+        self.account = account or Account()
+        self.arrays: dict[int, Fields] = {}
+        self._pending: dict[int, tuple[Exchange, list[tuple[Tensor, tuple[Block, ...]]]]] = {}
+        self._live = 0
+        self._last_use = {a: last for a, (_, last) in self._lifetimes().items()}
+        self._number = 0
+
+    def _lifetimes(self) -> Mapping[int, tuple[int, int]]:
+        return _lifetimes(self.program, self.backward)
+
+    def bind(self, array: int, **fields: Tensor) -> None:
+        """Give the tensors of one of the rank's own arrays, `[rows, heads, width]`."""
+        self.arrays[array] = fields
+
+    def fields(self, array: int) -> Fields:
+        """An array's tensors; made at first use: gradients zero, partials without keys."""
+        if array not in self.arrays:
+            self.arrays[array] = self._allocate(array)
+            if array >= len(HOME):
+                self._live += _bytes(self.arrays[array])
+                self.account.peak_bytes = max(self.account.peak_bytes, self._live)
+        return self.arrays[array]
+
+    def _allocate(self, array: int) -> Fields:
+        kind = self.program.kinds[array]
+        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads, "1": 1}
+        sizes |= {"D": self.widths.head_dim, "V": self.widths.value_dim, "S": self.widths.state}
+        made = {}
+        for f in KINDS[kind]:
+            shape = (self.program.rows[array], sizes[f.heads], sizes[f.width])
+            fill = float("-inf") if f.name == "lse" else 0.0
+            if kind in ("part", "dq", "dkv"):
+                made[f.name] = torch.full(shape, fill, dtype=self._dtype(f.wide))
+            else:
+                made[f.name] = torch.empty(shape, dtype=self._dtype(f.wide))
+        return made
+
+    def _dtype(self, wide: bool) -> torch.dtype:
+        return self.wide if wide else self.dtype
+
+    def _views(self, block: Block) -> list[Tensor]:
+        """The block's rows and heads of each field."""
+        views = []
+        for f in KINDS[self.program.kinds[block.array]]:
+            rows = self.fields(block.array)[f.name][block.start : block.stop]
+            if block.heads:
+                each = rows.shape[1] // self.widths.kv_heads
+                rows = rows[:, block.head * each : (block.head + block.heads) * each]
+            views.append(rows)
+        return views
+
+    def phase(self, number: int) -> Generator[Exchange]:
+        """Run one phase; yields an exchange at each wait, to be resumed once it is done."""
+        for step in _steps(self.program, self.window, self.backward)[number]:
+            match step:
+                case Post():
+                    self._post(step, number)
+                case Wait(tag):
+                    exchange, parcels = self._pending.pop(tag)
+                    yield exchange
+                    for data, blocks in parcels:
+                        self._unpack(data, blocks)
+                case Fold():
+                    self._fold(step)
+                case Local(own, into):
+                    assert self.local is not None
+                    self.local(own, self.fields(into.array))
+                case _Kernels():
+                    self._attend(step)
+            self._number += step.tasks if isinstance(step, _Kernels) else 1
+            self._free()
+
+    def _free(self) -> None:
+        for array in [a for a in self.arrays if a >= len(HOME)]:
+            if self._last_use[array] < self._number:
+                self._live -= _bytes(self.arrays.pop(array))
+
+    def _post(self, op: Post, phase: int) -> None:
+        assert self.channel is not None, "a program that exchanges needs a channel"
+        recvs: list[tuple[int, Tensor, tuple[Block, ...]]] = []
+        for peer, blocks in op.recvs:
+            size = sum(v.numel() * v.element_size() for block in blocks for v in self._views(block))
+            recvs.append((peer, torch.empty(size, dtype=torch.uint8), blocks))
+        sends: list[Parcel] = []
+        for peer, blocks in op.sends:
+            flat = [v.reshape(-1).view(torch.uint8) for b in blocks for v in self._views(b)]
+            sends.append((peer, torch.cat(flat)))
+        direction = "backward" if self.backward else "forward"
+        exchange = self.channel.post(
+            sends,
+            [(peer, data) for peer, data, _ in recvs],
+            what=f"exchange {op.tag} of {direction} phase {phase}",
+        )
+        self._pending[op.tag] = exchange, [(data, blocks) for _, data, blocks in recvs]
+
+    def _unpack(self, data: Tensor, blocks: tuple[Block, ...]) -> None:
+        start = 0
+        for block in blocks:
+            for view in self._views(block):
+                stop = start + view.numel() * view.element_size()
+                part = data[start:stop]
+                if start % view.element_size():
+                    part = part.clone()  # a view in another dtype must be aligned
+                view.copy_(part.view(view.dtype).view(view.shape))
+                start = stop
+
+    def _fold(self, op: Fold) -> None:
+        target = self._views(op.into)
+        parts = [self._views(part) for part in op.parts]
+        if op.how == "cat":
+            for i, view in enumerate(target):
+                view.copy_(torch.cat([part[i] for part in parts]))
+        elif op.how == "sum":
+            for part in parts:
+                for view, value in zip(target, part, strict=True):
+                    view.add_(value)
+        elif op.how == "affine":
+            (offset,), (decay,), (entering,) = parts
+            target[0].copy_(offset + decay * entering)
+        else:
+            out, lse = parts[0][0], parts[0][1][..., 0]
+            for other_out, other_lse in parts[1:]:
+                out, lse = merge(out, lse, other_out, other_lse[..., 0])
+            target[0].copy_(out)
+            target[1].copy_(lse[..., None])
+
+    def _attend(self, step: _Kernels) -> None:
+        started = time.perf_counter()
+        arrays = {role: self.fields(array) for role, array in step.arrays.items()}
+        kernel = softmax.attend_grad if step.backward else softmax.attend
+        for call in step.calls:
+            kernel(call, **arrays, scale=self.scale, window=self.window)
+        self.account.attending += time.perf_counter() - started
+
+
+def _bytes(fields: Fields) -> int:
+    return sum(t.numel() * t.element_size() for t in fields.values())
+
+
+@lru_cache(maxsize=256)
+def _lifetimes(program: Program, backward: bool) -> Mapping[int, tuple[int, int]]:
+    return lifetimes(program, backward=backward)
+
+
+def drive(steps: Generator[Exchange], account: Account) -> None:
+    """Run a phase in this process: block at each wait, and count the seconds."""
+    for exchange in steps:
+        started = time.perf_counter()
+        exchange.wait()
+        account.waited += time.perf_counter() - started
