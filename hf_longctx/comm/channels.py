@@ -1,8 +1,8 @@
 """Bytes between ranks: one message per peer, over gloo or between threads of one process.
 
-Floor: comm. A channel posts an exchange without blocking and hands back an `Exchange` to wait for. The
-n-th message from a to b meets the n-th receive that b posted for a. Every wait has a time-out, and its
-error names the rank, what it was doing and the peer.
+Floor: comm. A channel posts an exchange without blocking and hands back an `Exchange` to wait for.
+The n-th message from a to b meets the n-th receive that b posted for a. Every wait has a time-out,
+and its error names the rank, what it was doing and the peer.
 """
 
 import threading
@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -48,7 +49,7 @@ class Channel(Protocol):
     sent: Counter[int]
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
-        """Start receiving into `recvs` and sending `sends`; `what` names the operation in errors."""
+        """Start receiving into `recvs` and sending `sends`; errors name the operation `what`."""
         ...
 
     def agree(self, number: int, *, what: str) -> None:
@@ -160,7 +161,7 @@ class _ThreadExchange:
         for key, buffer in self.due:
             with hub.changed:
                 arrived = hub.changed.wait_for(
-                    lambda key=key: key in hub.messages, end - time.monotonic()
+                    partial(hub.messages.__contains__, key), end - time.monotonic()
                 )
                 if not arrived:
                     cause = f"no message within {hub.timeout} s"
@@ -198,7 +199,16 @@ class ThreadChannel:
     def agree(self, number: int, *, what: str) -> None:
         """Compare through the hub, once all ranks have come."""
         self.hub.numbers[self.rank] = number
-        self.hub.barrier.wait()
+        self._meet(what)
         high, low = max(self.hub.numbers), min(self.hub.numbers)
-        self.hub.barrier.wait()
+        self._meet(what)  # the next comparison must not overwrite numbers that are being read
         _same(high, low, number, self.rank, what)
+
+    def _meet(self, what: str) -> None:
+        try:
+            self.hub.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise ExchangeError(
+                f"rank {self.rank}: comparing {what} did not finish: not all {self.hub.ranks} "
+                f"ranks came within {self.hub.timeout} s"
+            ) from error

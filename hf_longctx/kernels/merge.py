@@ -1,6 +1,7 @@
 """Partials of one query row over different keys -> the softmax over all of them.
 
-Floor: kernels. Partials are float32 or wider; lse is the natural log; a row without keys is (0, -inf).
+Floor: kernels. Partials are float32 or wider; lse is the natural log; a row without keys is
+(0, -inf).
 """
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two partials `(out [..., D], lse [...])`.
 
-    Only exponents of non-positive numbers are taken, so nothing overflows, and two rows without keys
-    merge to a row without keys.
+    Only exponents of non-positive numbers are taken, so nothing overflows, and two rows without
+    keys merge to a row without keys.
     """
     top = torch.maximum(lse, other_lse)
     safe = torch.where(top.isneginf(), torch.zeros_like(top), top)

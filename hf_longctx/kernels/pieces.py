@@ -1,9 +1,9 @@
 """Attention tasks -> kernel calls: rectangles without masks where possible, batched where short.
 
-Floor: kernels. A task is a run of query rows with a run of keys of the same document. Its causal (and
-window) mask is cut into full rectangles, causal squares (whose top-left alignment is right) and, under a
-window, bands with a small dense mask. Short squares of similar length share one call: padding at the end
-of a causal square is never seen by its real rows.
+Floor: kernels. A task is a run of query rows with a run of keys of the same document. Its causal
+(and window) mask is cut into full rectangles, causal squares (whose top-left alignment is right)
+and, under a window, bands with a small dense mask. Short squares of similar length share one call:
+padding at the end of a causal square is never seen by its real rows.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ _PADDING = 1.125  # longest over shortest square of a batch
 
 
 class Piece(NamedTuple):
-    """Rows `[q, q + q_len)` against keys `[k, k + k_len)`, counted from the task's first row and key.
+    """Rows `[q, q + q_len)` against keys `[k, k + k_len)`, from the task's first row and key on.
 
     `shift` (bands only) is the position of the first row minus that of the first key. `merges` says
     that an earlier piece of the task has written these rows.
@@ -128,7 +128,7 @@ class _Batch:
 
 
 def calls(tasks: Iterable[Task], *, window: int) -> tuple[Call, ...]:
-    """The kernel calls of tasks on the same arrays; merging pieces come after those they merge with."""
+    """The kernel calls of tasks on the same arrays; merging pieces follow those they merge with."""
     cut = [
         (task, piece)
         for task in tasks

@@ -1,7 +1,7 @@
 """Naive attention, written to be read: the meaning of every fast path.
 
-Floor: kernels. Letters: T tokens, H query heads, K key/value heads, D head size. Differentiable, in any
-floating dtype; tests and `hf-longctx verify` run it in float64.
+Floor: kernels. Letters: T tokens, H query heads, K key/value heads, D head size. Differentiable, in
+any floating dtype; tests and `hf-longctx verify` run it in float64.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Kernel calls -> partials and gradients, with the aten flash attention kernels for CPU.
 
-Floor: kernels. Letters: n pieces of one call, T rows, H query heads, K key/value heads, D head size.
-Arrays are `[T, heads, D]`; partials and gradients are accumulated in float32 or wider.
+Floor: kernels. Letters: n pieces of one call, T rows, H query heads, K key/value heads, D head
+size. Arrays are `[T, heads, D]`; partials and gradients are accumulated in float32 or wider.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class _Rows:
-    """n runs of rows of an array: read as `[n, heads, L, D]`, write or add back without the padding."""
+    """n runs of rows of an array: read as `[n, heads, L, D]`, written or added back unpadded."""
 
     def __init__(self, starts: np.ndarray, lens: np.ndarray) -> None:
         self.n, self.longest = len(starts), int(lens.max())

@@ -1,10 +1,10 @@
 """Programs of all ranks -> proof that they compute attention exactly once, or what is wrong.
 
 Floor: plan. The programs run in lock step on one random 64-bit number per query, key and output
-gradient in place of tensors, modulo 2**64: row p must end as `q_p * (sum of the keys it sees)`, and the
-gradients as the matching sums. A pair left out, done twice, taken from a wrong row or folded twice
-changes a sum, and cancels only with probability 2**-64. Messages are matched block by block, and ranks
-that wait on each other for ever are named.
+gradient in place of tensors, modulo 2**64: row p must end as `q_p * (sum of the keys it sees)`, and
+the gradients as the matching sums. A pair left out, done twice, taken from a wrong row or folded
+twice changes a sum, and cancels only with probability 2**-64. Messages are matched block by block,
+and ranks that wait on each other for ever are named.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -82,6 +82,8 @@ class _Rank:
                             (self.mail.next("received", m[0], self.rank), m) for m in recvs
                         ]
                     case Wait(tag):
+                        if tag not in posted:
+                            raise PlanError(f"rank {self.rank}: waits for {tag}, never posted")
                         for key, (peer, blocks) in posted.pop(tag):
                             self.waiting_for = f"rank {self.rank} waits for {peer} (tag {tag})"
                             while key not in self.mail.sent:
@@ -113,6 +115,10 @@ class _Rank:
         for (_, values), block in zip(parcels, blocks, strict=True):
             self.rows(block)[:] = values
 
+    def _same_rows(self, *blocks: Block) -> None:
+        if len({block.stop - block.start for block in blocks}) > 1:
+            raise PlanError(f"rank {self.rank}: these must have equally many rows: {blocks}")
+
     def _positions(self, block: Block) -> tuple[int, int, int]:
         tokens = self.program.tokens(block)
         if len(tokens) != 1 or tokens[0][2] - tokens[0][1] != block.stop - block.start:
@@ -136,11 +142,14 @@ class _Rank:
         if done & self.written:
             raise PlanError(f"rank {self.rank}: rows of {into} are attended twice")
         self.written |= done
+        self._same_rows(q, into)
         low, high = self._seen(q, kv)
         keys = _prefix(self.rows(kv))
         self.rows(into)[:] = self.rows(q) * (keys[high] - keys[low])
 
     def _attend_grad(self, op: AttendGrad) -> None:
+        self._same_rows(op.q, op.grad, op.dq)
+        self._same_rows(op.kv, op.dkv)
         low, high = self._seen(op.q, op.kv)
         keys = _prefix(self.rows(op.kv))
         pull = self.rows(op.grad) * self.rows(op.q)
@@ -154,7 +163,11 @@ class _Rank:
         values = [self.rows(part).copy() for part in parts]
         target = self.rows(into)
         if how == "cat":
-            target[:] = np.concatenate(values)
+            values = [np.concatenate(values)]
+        if any(len(value) != len(target) for value in values):
+            raise PlanError(f"rank {self.rank}: {parts} do not fit {into}")
+        if how == "cat":
+            target[:] = values[0]
         elif how == "sum":
             for value in values:
                 target += value

@@ -7,6 +7,7 @@ keys under a sliding window, so a run of rows costs the sum of that. `window` 0 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..intervals import Range
 
@@ -26,16 +27,16 @@ class LayerKind:
     key_value_width: int = 1
 
 
-def _entries_before(position: np.ndarray, window: int) -> np.ndarray:
+def _entries_before(position: ArrayLike, window: int) -> np.ndarray:
     """Score entries of rows `[0, position)` of a document, int64."""
-    position = np.asarray(position, np.int64)
+    rows = np.asarray(position, np.int64)
     if not window:
-        return position * (position + 1) // 2
-    ramp = np.minimum(position, window)
-    return ramp * (ramp + 1) // 2 + (position - ramp) * window
+        return rows * (rows + 1) // 2
+    ramp = np.minimum(rows, window)
+    return ramp * (ramp + 1) // 2 + (rows - ramp) * window
 
 
-def entries(start: np.ndarray, stop: np.ndarray, *, window: int) -> np.ndarray:
+def entries(start: ArrayLike, stop: ArrayLike, *, window: int) -> np.ndarray:
     """Score entries of query rows `[start, stop)` (element by element, int64)."""
     return _entries_before(stop, window) - _entries_before(start, window)
 

@@ -1,10 +1,12 @@
-"""A layout -> balanced attention tasks: who computes which query rows (core attention disaggregation).
+"""A layout -> balanced attention tasks: who computes which query rows.
 
-Floor: plan. Source: arXiv 2510.18121, section 4.2, with head-tail items of appendix B. A task is a run
-of query rows with every key that they see; each row has one producer, so no softmax is merged.
+Floor: plan. Core attention disaggregation, arXiv 2510.18121, section 4.2, with the head-tail items
+of appendix B. A task is a run of query rows with every key that they see; each row has one
+producer, so no softmax is merged.
 
-An *item* pairs rows of one document: pair x is rows (head + x, tail - 1 - x). Without a window every
-pair of an item costs the same, so cutting pairs off the inner end moves the most work per key.
+An *item* pairs rows of one document: pair x is rows (head + x, tail - 1 - x). Without a window
+every pair of an item costs the same, so cutting pairs off the inner end moves the most work per
+key.
 """
 
 from typing import NamedTuple
@@ -76,16 +78,20 @@ def balance(layout: Layout, *, kind: LayerKind, tolerance: float) -> np.ndarray:
     mean = load.sum() / layout.ranks
     for receiver in np.argsort(load, kind="stable").tolist():
         while mean - load[receiver] > tolerance * mean:
-            moved = _move(table, work, load, mean, load > mean, receiver, kind)
+            moved = _move(table, work, load, mean, mean, load > mean, receiver, kind)
             if moved is None:
                 break
             table, work = moved
-    while load.max() > (1 + tolerance) * mean:  # a donor may be left alone far above the mean
-        donors = np.arange(layout.ranks) == load.argmax()
-        moved = _move(table, work, load, mean, donors, int(load.argmin()), kind)
-        if moved is None:
-            break
-        table, work = moved
+    # A donor may be left alone far above the mean: first without lifting a receiver above the
+    # mean, then, where that leaves no room for a granule, up to the tolerance.
+    for ceiling in (mean, (1 + tolerance) * mean):
+        while load.max() > (1 + tolerance) * mean:
+            donors = np.arange(layout.ranks) == load.argmax()
+            receiver = int(load.argmin())
+            moved = _move(table, work, load, mean, ceiling, donors, receiver, kind)
+            if moved is None:
+                break
+            table, work = moved
     return table
 
 
@@ -94,20 +100,22 @@ def _move(
     work: np.ndarray,
     load: np.ndarray,
     mean: float,
+    ceiling: float,
     donors: np.ndarray,
     receiver: int,
     kind: LayerKind,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Make the move to `receiver` with the most work per byte; `None` when there is none.
 
-    `load` is updated in place. Bytes of n pairs: 2n query rows and the keys up to the last row moved.
+    `load` is updated in place; donors stay above the mean and the receiver below `ceiling`. Bytes
+    of n pairs: 2n query rows and the keys up to the last row moved.
     """
-    server = table[:, _SERVER]
-    limit = np.minimum(work, np.minimum(load[server] - mean, mean - load[receiver]))
-    candidates = np.flatnonzero(donors[server] & (limit > 0))
+    candidates = np.flatnonzero(donors[table[:, _SERVER]])
     if not len(candidates):
         return None
-    rows, limit, total = table[candidates], limit[candidates], work[candidates]
+    rows, total = table[candidates], work[candidates]
+    surplus = load[rows[:, _SERVER]] - mean
+    limit = np.minimum(total, np.minimum(surplus, ceiling - load[receiver]))
     pairs = rows[:, _LAST] - rows[:, _FIRST]
     whole = limit >= total
     per_pair = np.maximum(total / np.maximum(pairs, 1), 1)
@@ -147,10 +155,8 @@ def tasks(table: np.ndarray) -> np.ndarray:
     rows: list[tuple[int, ...]] = []
     for document, head, tail, first, last, middle, home, server in table.tolist():
         outer, inner = (head + first, head + last), (tail - last, tail - first)
-        if inner[0] - outer[1] <= middle:
-            runs = [(outer[0], inner[1])]
-        else:
-            runs = [outer, inner]
+        touch = inner[0] - outer[1] <= middle
+        runs = [(outer[0], inner[1])] if touch else [outer, inner]
         rows += [(document, *run, home, server) for run in runs if run[0] < run[1]]
     rows.sort(key=lambda r: (r[4], r[0], r[1]))
     return np.asarray(rows, np.int32).reshape(-1, 5)

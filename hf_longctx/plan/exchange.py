@@ -1,8 +1,8 @@
 """Balanced tasks -> one rank's program: queries and keys to the servers, results home, and back.
 
 Floor: plan. Forward: home sends query rows and the keys its peers need, once per (owner, server);
-servers attend and return (out, lse). Backward resends them with the gradient (home keeps q, k, v, out
-and lse, a server keeps nothing), and servers return dq and one summed dkv per owner.
+servers attend and return (out, lse). Backward resends them with the gradient (home keeps q, k, v,
+out and lse, a server keeps nothing), and servers return dq and one summed dkv per owner.
 """
 
 from collections.abc import Iterable

@@ -36,7 +36,7 @@ class Layout:
     Args:
         lengths (`np.ndarray`): int32, tokens of each document.
         ranks (`int`): Ranks of the group.
-        columns (`np.ndarray`): int32 `[segments, 5]`, the fields of `Placed`, sorted by rank and row.
+        columns (`np.ndarray`): int32 `[segments, 5]`, the fields of `Placed`, by rank and row.
     """
 
     lengths: np.ndarray
@@ -83,8 +83,9 @@ class Layout:
         return np.concatenate(runs) if runs else np.zeros(0, np.int64)
 
     def inverse(self) -> np.ndarray:
-        """int64 `[tokens]`: for each token of the documents laid end to end, its index in the ranks'
-        rows laid end to end. `concat(rows of all ranks)[inverse()]` restores document order."""
+        """int64 `[tokens]`: for each token of the documents laid end to end, its index in the
+        ranks' rows laid end to end. `concat(rows of all ranks)[inverse()]` restores document order.
+        """
         return np.argsort(np.concatenate([self.flat_rows(r) for r in range(self.ranks)]))
 
     @property

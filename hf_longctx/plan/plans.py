@@ -1,7 +1,7 @@
 """(algorithm, layout, layer kind) -> a plan: every rank's program, with a digest and the balance.
 
-Floor: plan. Plans are pure and deterministic: each rank computes the same one, and builds only its own
-program. One int64 of the digest is compared across ranks before each step.
+Floor: plan. Plans are pure and deterministic: each rank computes the same one, and builds only its
+own program. One int64 of the digest is compared across ranks before each step.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class Plan:
         algorithm (`str`): One of `ALGORITHMS`.
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers it is for.
-        tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` every rank's rows.
+        tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` all at home.
     """
 
     algorithm: str
@@ -84,7 +84,7 @@ def make_plan(algorithm: str, layout: Layout, *, kind: LayerKind, tolerance: flo
             every query row at home.
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers the plan is for.
-        tolerance (`float`, *optional*, defaults to 0.05): Allowed excess over the mean attention work.
+        tolerance (`float`, *optional*, defaults to 0.05): Allowed excess over the mean work.
 
     Raises:
         ValueError: on an algorithm that is not built, or a negative tolerance.

@@ -1,8 +1,8 @@
 """One rank's part of a plan: phases of frozen operations over named blocks, kept as int32 columns.
 
-Floor: plan. A program names *arrays* (rows of one kind), says which tokens their rows hold, and lists
-forward and backward phases of operations on *blocks* of them. One phase is one autograd node. The
-executor, the checker and the byte counter read the same program.
+Floor: plan. A program names *arrays* (rows of one kind), says which tokens their rows hold, and
+lists forward and backward phases of operations on *blocks* of them. One phase is one autograd node.
+The executor, the checker and the byte counter read the same program.
 
 Letters: T rows, H query heads, K key/value heads, D head size, V value head size.
 """
@@ -17,8 +17,8 @@ import numpy as np
 
 
 class Field(NamedTuple):
-    """One tensor of an array: `[rows, heads, width]`, in the model's dtype or a wide one (float32 or
-    wider). `heads` is H, K or 1; `width` is D, V, 1 or S (elements of one head's state)."""
+    """One tensor of an array: `[rows, heads, width]`, in the model's dtype or a wide one (float32
+    or wider). `heads` is H, K or 1; `width` is D, V, 1 or S (elements of one head's state)."""
 
     name: str
     heads: str
@@ -70,7 +70,7 @@ class Wait(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """`into` = the partial (out, lse) of rows `q` over keys `kv`; the mask follows from positions."""
+    """`into` = the partial (out, lse) of rows `q` over keys `kv`, masked by their positions."""
 
     q: Block
     kv: Block
@@ -97,7 +97,7 @@ class Fold(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A step of the layer's own, without exchange, that `into` is the result of."""
+    """A step of the layer's own, without exchange, on the array of `into`."""
 
     step: int
     into: Block
@@ -125,8 +125,8 @@ class Program:
     Args:
         arrays (`np.ndarray`): `[arrays, 2]`: kind (index into `KINDS`), rows.
         held (`np.ndarray`): `[runs, 5]`: the fields of `Held`.
-        ops (`np.ndarray`): `[operations, 4]`: direction (0 forward, 1 backward), phase, code, and the
-            operation's number (tag, step or fold).
+        ops (`np.ndarray`): `[operations, 4]`: direction (0 forward, 1 backward), phase, code, and
+            the operation's number (tag, step or fold).
         blocks (`np.ndarray`): `[blocks, 8]`: operation, role, peer, then the fields of `Block`.
         phases (`np.ndarray`): `[2]`: phases of forward and of backward.
     """

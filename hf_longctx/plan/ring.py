@@ -1,7 +1,7 @@
 """A layout -> ring attention: keys and values travel once around, queries stay.
 
-Floor: plan. Source: arXiv 2310.01889. In hop h rank r works on the chunk of rank r - h while the next
-one travels. In backward the chunk's gradient travels with it, one hop behind, and comes home.
+Floor: plan. Source: arXiv 2310.01889. In hop h rank r works on the chunk of rank r - h while the
+next one travels. In backward the chunk's gradient travels with it, one hop behind, and comes home.
 """
 
 from collections import Counter

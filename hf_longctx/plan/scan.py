@@ -4,6 +4,10 @@ Floor: plan. Source: ZeCO, arXiv 2507.01004. A run of tokens is an affine map of
 `S_out = M S_in + E`. The state passes from rank to rank in `pieces` head groups, so that a rank
 forwards one while the next arrives; a rank where a document starts (M = 0) does not wait.
 Backward is the mirror: the gradient of the entering state passes from rank r to r - 1.
+
+The layer fills E and M in `SUMMARY` and takes the entering state in `EMIT`. In backward it fills M
+and G, the entering state's gradient from its own outputs, in `GRAD_SUMMARY`, and takes the leaving
+state's gradient in `GRAD_EMIT`. What enters the first rank, and the last in backward, is zero.
 """
 
 from collections.abc import Sequence
@@ -11,7 +15,8 @@ from collections.abc import Sequence
 from .program import Block, Fold, Local, Op, Post, Program, Wait
 
 SUMMARY, EMIT, GRAD_SUMMARY, GRAD_EMIT = range(4)  # the layer's own steps
-E_, M_, ENTERING, LEAVING, G_, H_IN, H_OUT = range(7)  # arrays; G, H: gradients, right to left
+# Arrays. H_IN is the gradient of the state that leaves the rank, H_OUT of the one that enters it.
+E_, M_, ENTERING, LEAVING, G_, H_IN, H_OUT = range(7)
 
 
 def program(*, rank: int, cut: Sequence[bool], heads: int, pieces: int) -> Program:
@@ -61,8 +66,7 @@ def program(*, rank: int, cut: Sequence[bool], heads: int, pieces: int) -> Progr
                 ops.append(Fold(out, parts, "affine" if passes else "cat"))
                 ops.append(Post(tag + pieces + piece, ((after, (out,)),), ()))
                 late.append(Wait(tag + pieces + piece))
-        result = LEAVING if entering == ENTERING else H_OUT
-        return ((*ops, *late, Local(steps[1], Block(result, 0, 1))),)
+        return ((*ops, *late, Local(steps[1], Block(entering, 0, 1))),)
 
     return Program.build(
         arrays=[("state", 1), ("decay", 1), *[("state", 1)] * 5],

@@ -1,10 +1,11 @@
 """Query, key, value rows of one rank -> attention output, differentiable: one node per phase.
 
 Floor: runtime. An exchange before and after the kernels, in both directions, means three phases and
-three autograd nodes: the backward of the last starts the exchange, that of the first collects it. Home
-keeps q, k, v, out and lse (resend backward); servers keep nothing.
+three autograd nodes: the backward of the last starts the exchange, that of the first collects it.
+Home keeps q, k, v, out and lse (resend backward); servers keep nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,9 @@ class Layer:
         scale (`float`): Factor on the scores.
         window (`int`): Keys a row sees; 0 for all.
         account (`Account`): Where to add what was done.
-        saved (`tuple[Tensor, Tensor]`, *optional*): `(out, lse)` of the first forward, in a recompute.
+        saved (`tuple[Tensor, Tensor]`, *optional*): `(out, lse)` of the first forward, in a
+            recompute.
+        forget (`Callable`, *optional*): Called when backward starts: saved results can go.
     """
 
     program: Program
@@ -39,6 +42,7 @@ class Layer:
     window: int
     account: Account
     saved: tuple[Tensor, Tensor] | None = None
+    forget: Callable[[], None] | None = None
     run: Execution | None = None
 
     def start(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, backward: bool) -> Execution:
@@ -92,8 +96,9 @@ class _Phase(torch.autograd.Function):
             return given[0].new_empty(0)
         if layer.saved is None:
             fields = layer.finish().fields(_OUT)
-            layer.saved = fields["out"], fields["lse"]
-        out, lse = layer.saved
+            out, lse = fields["out"], fields["lse"]
+        else:
+            (out, lse), layer.saved = layer.saved, None
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -104,6 +109,8 @@ class _Phase(torch.autograd.Function):
         layer = ctx.layer
         if ctx.index == ctx.phases - 1:
             q, k, v, out, lse = ctx.saved_tensors
+            if layer.forget is not None:
+                layer.forget()
             run = layer.start(q, k, v, backward=True)
             run.bind(_GRAD, grad_out=grads[0], out=out, lse=lse)
         layer.advance(ctx.phases - 1 - ctx.index)

@@ -1,8 +1,8 @@
 """A program and one layer's tensors -> its attention, phase by phase.
 
-Floor: runtime. The executor is a generator that yields at waits only, so one program runs blocking in
-a process, in lock step over ranks in one thread, or between two halves of a batch. Letters: T rows, H
-query heads, K key/value heads, D head size, V value head size.
+Floor: runtime. The executor is a generator that yields at waits only, so one program runs blocking
+in a process, in lock step over ranks in one thread, or between two halves of a batch. Letters: T
+rows, H query heads, K key/value heads, D head size, V value head size.
 """
 
 import time
@@ -51,7 +51,7 @@ Step = _Kernels | Post | Wait | Fold | Local
 
 @lru_cache(maxsize=256)
 def _steps(program: Program, window: int, backward: bool) -> tuple[tuple[Step, ...], ...]:
-    """Phases with neighbouring tasks fused (memo of a pure function; a program has no other key)."""
+    """Phases with neighbouring tasks fused (memo of a pure function, keyed by identity)."""
     return tuple(
         tuple(_fused(program, phase, window))
         for phase in (program.backward if backward else program.forward)
@@ -152,7 +152,7 @@ class Execution:
         self.arrays[array] = fields
 
     def fields(self, array: int) -> Fields:
-        """An array's tensors; made at first use: gradients zero, partials without keys."""
+        """An array's tensors; made at first use: gradients and states zero, partials keyless."""
         if array not in self.arrays:
             self.arrays[array] = self._allocate(array)
             if array >= len(HOME):
@@ -168,7 +168,7 @@ class Execution:
         for f in KINDS[kind]:
             shape = (self.program.rows[array], sizes[f.heads], sizes[f.width])
             fill = float("-inf") if f.name == "lse" else 0.0
-            if kind in ("part", "dq", "dkv"):
+            if kind in ("part", "dq", "dkv", "state"):
                 made[f.name] = torch.full(shape, fill, dtype=self._dtype(f.wide))
             else:
                 made[f.name] = torch.empty(shape, dtype=self._dtype(f.wide))

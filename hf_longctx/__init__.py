@@ -1,0 +1,18 @@
+"""Exact attention across ranks for long, uneven documents, behind one Transformers flag.
+
+Importing this package registers the attention names `distca` and `ring`; nothing else happens.
+"""
+
+from .arguments import LongCtxArguments, LongCtxTrainingArguments
+from .attention.register import register
+from .training.trainer import LongCtxTrainer, LongCtxTrainerMixin
+
+register()
+
+__all__ = [
+    "LongCtxArguments",
+    "LongCtxTrainer",
+    "LongCtxTrainerMixin",
+    "LongCtxTrainingArguments",
+    "register",
+]

@@ -1,0 +1,132 @@
+"""The `--longctx_*` flags: how documents are packed, cut and balanced, and what is not built yet.
+
+Floor: arguments. `LongCtxArguments` works with `HfArgumentParser` and `TrlParser`;
+`LongCtxTrainingArguments` is a `TrainingArguments` with the same fields.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import TrainingArguments
+
+from .support import refuse_arguments
+
+_UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
+    "longctx_layout": ("auto", "contiguous", "spread"),
+    "longctx_balance": ("none", "tokens"),
+    "longctx_overlap": ("none",),
+    "longctx_servers": (0,),
+    "longctx_server_devices": (None,),
+    "longctx_server_timeout": (30.0,),
+    "longctx_server_memory": (None,),
+    "longctx_topology": ("auto",),
+    "longctx_ulysses_size": (1,),
+    "longctx_scan": ("auto",),
+    "longctx_softmax": ("distca",),
+    "longctx_verify": ("off",),
+}
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(kw_only=True)
+class LongCtxArguments:
+    """How batches are built and attention runs across ranks."""
+
+    longctx_max_tokens_per_rank: int = _flag(
+        4096, "Tokens each rank holds of a batch, at most. A group's batch holds this x group size."
+    )
+    longctx_group_size: int | None = _flag(
+        None, "Ranks that share one batch; must divide the trainers. Default: all trainers."
+    )
+    longctx_layout: Literal["auto", "contiguous", "zigzag", "spread"] = _flag(
+        "auto", "How documents are cut over ranks. auto: spread for distca, contiguous for ring."
+    )
+    longctx_balance: Literal["none", "tokens", "attention"] = _flag(
+        "tokens", "How packs are filled: none keeps the order, tokens fits documents best."
+    )
+    longctx_tolerance: float = _flag(
+        0.05, "Attention work a rank may do above the mean, as a fraction (distca)."
+    )
+    longctx_overflow: Literal["error", "split", "truncate"] = _flag(
+        "error",
+        "A document longer than a batch: error stops, split makes several documents of it (each "
+        "restarts at position 0), truncate keeps its beginning.",
+    )
+    longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
+        "none", "How communication hides behind work. Only none is built yet."
+    )
+    longctx_servers: int = _flag(0, "Extra attention-server processes. Only 0 is built yet.")
+    longctx_server_devices: str | None = _flag(None, "Devices of the servers. Not built yet.")
+    longctx_server_timeout: float = _flag(30.0, "Seconds a server may take. Not built yet.")
+    longctx_server_memory: int | None = _flag(None, "Bytes a server may use. Not built yet.")
+    longctx_topology: str = _flag("auto", "Nodes x ranks, as 2x4. Only auto is built yet.")
+    longctx_ulysses_size: int = _flag(1, "Ranks that exchange heads. Only 1 is built yet.")
+    longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
+        "auto", "Scan of linear-attention states. Only auto is built yet."
+    )
+    longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
+        "distca", "Softmax layers of a hybrid model. Only distca is built yet."
+    )
+    longctx_verify: Literal["off", "first_step", "always"] = _flag(
+        "off", "Check steps against one process while training. Only off is built yet."
+    )
+
+    def __post_init__(self) -> None:
+        self.check_longctx()
+
+    def check_longctx(self) -> None:
+        """Check the fields that need nothing else.
+
+        Raises:
+            ValueError: naming the flag, its value, the rule and the remedy.
+        """
+        if self.longctx_max_tokens_per_rank < 1:
+            raise ValueError(
+                f"longctx_max_tokens_per_rank={self.longctx_max_tokens_per_rank} must be at least 1"
+                "; 2048 to 32768 are usual"
+            )
+        if self.longctx_group_size is not None and self.longctx_group_size < 1:
+            raise ValueError(
+                f"longctx_group_size={self.longctx_group_size} must be at least 1 and divide the "
+                "trainers; leave it out to share each batch among all of them"
+            )
+        if not 0 <= self.longctx_tolerance < float("inf"):
+            raise ValueError(
+                f"longctx_tolerance={self.longctx_tolerance} must be 0 or more, for example 0.05"
+            )
+        for name, built in _UNBUILT.items():
+            value = getattr(self, name)
+            if value not in built:
+                raise ValueError(
+                    f"{name}={value!r} is not built yet; use one of {', '.join(map(repr, built))}"
+                )
+
+    def layout_for(self, name: str) -> str:
+        """The layout under an attention name: `auto` is spread for distca, else contiguous."""
+        if self.longctx_layout != "auto":
+            return self.longctx_layout
+        return "spread" if name == "distca" else "contiguous"
+
+
+@dataclass(kw_only=True)
+class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
+    """`TrainingArguments` with the `longctx_*` fields.
+
+    Both per-device batch sizes are 1: a batch is one pack per group. Saved and reloaded with a
+    checkpoint, the attention name stands in `longctx_attention`.
+    """
+
+    per_device_train_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
+    per_device_eval_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
+    longctx_attention: str | None = _flag(
+        None, "Attention name of the run; filled in by the trainer, read again at resume."
+    )
+
+    def __post_init__(self) -> None:
+        self.check_longctx()
+        refuse_arguments(self)
+        TrainingArguments.__post_init__(self)
+        refuse_arguments(self)

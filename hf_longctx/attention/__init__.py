@@ -1,0 +1,1 @@
+"""The attention functions that Transformers calls under our names, and their masks."""

@@ -1,0 +1,167 @@
+"""One attention call of a model -> the rows of this rank, run by a plan.
+
+Floor: attention. With a batch object the rows are this rank's share of its group's documents. Without
+one the hook is local, whatever groups exist: each document by itself, or the dense mask of a padded
+or cached call. Letters: B batch, S tokens of a row, H query heads, K key/value heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..data.batch import KEY, LongCtxBatch
+from ..plan.cost import LayerKind
+from ..plan.plans import local_plan
+from ..plan.program import Program
+from ..runtime.autograd import Layer, attend
+from ..runtime.binding import Runtime
+from ..support import refuse_call
+from .documents import local_documents, refuse_packed_padding
+from .masks import SlidingWindow
+
+
+def run(
+    algorithm: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | SlidingWindow | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute one layer's attention under one of our names.
+
+    Args:
+        algorithm (`str`): The planner, `distca` or `ring`.
+        module (`nn.Module`): The attention module that calls.
+        query (`Tensor`): `[B, H, S, D]`, rotated.
+        key, value (`Tensor`): `[B, K, S, D]`; longer than S when decoding onto a cache.
+        attention_mask: What `masks.attention_mask` returned, or a user's own 4D mask.
+        scaling (`float`, *optional*, defaults to D ** -0.5): Factor on the scores.
+        dropout (`float`, *optional*, defaults to 0.0): Must be 0.
+        kwargs: What the model passed on; allow-listed by name.
+
+    Returns:
+        `[B, S, H, D]` in the query's dtype, and no weights.
+
+    Raises:
+        ValueError: for anything that would not be computed exactly; see `support`.
+    """
+    window = _window(attention_mask, kwargs.get("sliding_window"))
+    refuse_call(module, query=query, key=key, value=value, dropout=dropout, arguments=kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    batch: LongCtxBatch | None = kwargs.get(KEY)
+    if isinstance(attention_mask, Tensor):
+        _refuse_mask_with_documents(batch, kwargs, attention_mask)
+        return _dense(query, key, value, attention_mask, scale), None
+    rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
+    if batch is None:
+        program = _local_program(query, key, window, kwargs)
+        layer = Layer(program, None, scale, window, Runtime().account)
+        out = attend(layer, *rows)[0]
+    else:
+        kind = _kind(query, key, value, window)
+        out = _with_batch(algorithm, module, batch, rows, scale, kind)
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _window(mask: Tensor | SlidingWindow | None, sliding_window: int | None) -> int:
+    """The window that the mask and the layer's argument agree on; 0 for none."""
+    if isinstance(mask, Tensor):
+        return 0  # a dense mask holds it already
+    masked = mask.size if isinstance(mask, SlidingWindow) else None
+    if sliding_window is not None and masked != sliding_window:
+        raise ValueError(
+            f"sliding_window={sliding_window} of the layer and window {masked} of its mask differ; "
+            "hf_longctx needs both to be the same"
+        )
+    return masked or 0
+
+
+def _kind(query: Tensor, key: Tensor, value: Tensor, window: int) -> LayerKind:
+    return LayerKind(
+        window=window,
+        query_width=query.shape[1] * query.shape[3],
+        key_value_width=key.shape[1] * (key.shape[3] + value.shape[3]),
+    )
+
+
+def _refuse_mask_with_documents(
+    batch: LongCtxBatch | None, kwargs: dict[str, Any], mask: Tensor
+) -> None:
+    if batch is not None or kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            "attention_mask arrived together with document boundaries (longctx_batch or "
+            "cu_seq_lens_q): a padded batch was handed to a packed path; drop attention_mask"
+        )
+    refuse_packed_padding(kwargs.get("position_ids"), mask)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Local attention under a dense mask `[B, 1, S, keys]`, by PyTorch."""
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _local_program(query: Tensor, key: Tensor, window: int, kwargs: dict[str, Any]) -> Program:
+    """The program of the documents that this call holds whole."""
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{query.shape[2]} queries met {key.shape[2]} keys without a mask; hf_longctx needs the "
+            "mask that Transformers makes for a cache"
+        )
+    positions = kwargs.get("position_ids")
+    bounds = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    lengths = local_documents(
+        batch=query.shape[0], rows=query.shape[2], position_ids=positions, **bounds
+    )
+    return local_plan(lengths, window).program(0)
+
+
+def _with_batch(
+    algorithm: str,
+    module: nn.Module,
+    batch: LongCtxBatch,
+    rows: list[Tensor],
+    scale: float,
+    kind: LayerKind,
+) -> Tensor:
+    """This rank's rows of a group's batch; in a recompute, what the first forward saved."""
+    held = batch.layout.rows(batch.rank)
+    if len(rows[0]) != held or len(rows[1]) != held:
+        raise ValueError(
+            f"longctx_batch describes {held} tokens of rank {batch.rank}, but the model attends "
+            f"{len(rows[0])} queries to {len(rows[1])} keys; pass one row of exactly those tokens"
+        )
+    runtime: Runtime = batch.runtime or Runtime()
+    if batch.layout.ranks > 1 and runtime.channel is None:
+        raise ValueError(
+            f"a batch cut over {batch.layout.ranks} ranks reached attention without a channel; "
+            "train with LongCtxTrainer, which binds one to each batch"
+        )
+    program = batch.plan(algorithm, kind).program(batch.rank)
+    account, name = runtime.account, getattr(module, "layer_idx", id(module))
+    recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
+    layer = Layer(program, runtime.channel, scale, kind.window, account)
+    before = runtime.sent_bytes
+    if recompute:
+        layer.saved = batch.saved.take(name)
+    else:
+        layer.forget = lambda: batch.saved.drop(name)
+    out, lse = attend(layer, *rows)
+    if recompute:
+        account.recomputed += 1
+        account.recompute_bytes += runtime.sent_bytes - before
+    else:
+        account.calls += 1
+        account.layers.add(name)
+        if module.training or out.requires_grad:
+            batch.saved.keep(name, (out.detach(), lse))
+    return out

@@ -1,0 +1,55 @@
+"""A model's config -> the layer kinds to plan for, and the sizes of their rows.
+
+Floor: attention.
+"""
+
+from typing import Any
+
+import torch
+
+from ..plan.cost import LayerKind
+from ..plan.count import Widths
+
+
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """The kind of each attention layer, in order.
+
+    Args:
+        config: A Transformers config; its text config is looked at where it has one.
+    """
+    config = _text(config)
+    widths = layer_widths(config, dtype=torch.float32)
+    windows: list[int | None] = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
+    names = getattr(config, "layer_types", None)
+    if names:
+        windows = [config.sliding_window if n == "sliding_attention" else 0 for n in names]
+    elif not getattr(config, "use_sliding_window", True):
+        windows = [0] * len(windows)
+    return [
+        LayerKind(
+            window=window or 0,
+            query_width=widths.heads * widths.head_dim,
+            key_value_width=widths.kv_heads * (widths.head_dim + widths.value_dim),
+        )
+        for window in windows
+    ]
+
+
+def layer_widths(config: Any, *, dtype: torch.dtype) -> Widths:
+    """Sizes of the rows that attention layers exchange, for a model of `dtype`."""
+    config = _text(config)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Widths(
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        itemsize=dtype.itemsize,
+        wide_itemsize=max(4, dtype.itemsize),
+    )
+
+
+def _text(config: Any) -> Any:
+    get_text = getattr(config, "get_text_config", None)
+    return get_text(decoder=True) if get_text else config

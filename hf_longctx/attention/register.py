@@ -1,0 +1,33 @@
+"""Our attention names in the two registries of Transformers.
+
+Floor: attention. Both halves are needed: a name without a mask function silently loses causality.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .distca import distca_attention
+from .masks import attention_mask
+from .ring import ring_attention
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"distca": distca_attention, "ring": ring_attention}
+
+
+def register(names: Iterable[str] | None = None) -> None:
+    """Make names known to Transformers: attention function and mask function.
+
+    Importing `hf_longctx` does this for all of them; calling it again changes nothing.
+
+    Args:
+        names (`Iterable[str]`, *optional*): Which names; all by default.
+
+    Raises:
+        ValueError: on a name that is not ours or not built yet.
+    """
+    for name in FUNCTIONS if names is None else names:
+        if name not in FUNCTIONS:
+            raise ValueError(f"{name!r} is not built yet; use one of {sorted(FUNCTIONS)}")
+        AttentionInterface.register(name, FUNCTIONS[name])
+        AttentionMaskInterface.register(name, attention_mask)

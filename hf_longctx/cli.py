@@ -1,0 +1,166 @@
+"""`hf-longctx`: verify a model under one of our names, and measure.
+
+Floor: the top. Exit codes: 0 all bounds hold, 1 some do not, 2 refused or wrong flags.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): Arguments; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except ValueError as error:
+        print(f"hf-longctx {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-longctx",
+        description="Exact attention across ranks for long, uneven documents: verify and measure.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_verify(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="compare a model over several ranks with one process, gradients included",
+        description=(
+            "Starts gloo processes on this machine, runs packed documents through the model under "
+            "one of our names, and compares logits, loss and every gradient with one process that "
+            "runs each document alone: naive float64 attention, and stock Transformers in float32."
+        ),
+        epilog=(
+            "example: hf-longctx verify --model tests/configs/tiny_llama.json "
+            "--attn_implementation distca --ranks 3"
+        ),
+    )
+    verify.add_argument("--model", required=True, help="checkpoint folder or config JSON")
+    verify.add_argument("--attn_implementation", required=True, help="distca or ring")
+    verify.add_argument("--ranks", type=int, required=True, help="processes to start")
+    verify.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bf16"),
+        default="float64",
+        help="of the comparison with the naive twin (default: float64)",
+    )
+    verify.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="with activation checkpointing, both kinds; reports the worst",
+    )
+    _add_json(verify)
+    _add_longctx_flags(verify)
+    verify.set_defaults(run=_verify)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as one object")
+
+
+def _add_longctx_flags(parser: argparse.ArgumentParser) -> None:
+    """Every `longctx_X` field as `--X`."""
+    from .arguments import LongCtxArguments
+
+    group = parser.add_argument_group("flags of the run (--longctx_X in training)")
+    for field in dataclasses.fields(LongCtxArguments):
+        kind, choices = _kind_of(field.type)
+        group.add_argument(
+            "--" + field.name.removeprefix("longctx_"),
+            dest=field.name,
+            type=kind,
+            choices=choices,
+            default=field.default,
+            help=f"{field.metadata['help']} (default: {field.default})",
+        )
+
+
+def _kind_of(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None]:
+    """How to read a field's value, and the values allowed."""
+    if typing.get_origin(hint) is typing.Literal:
+        return str, typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not type(None)), None
+    return hint, None
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .arguments import LongCtxArguments
+    from .verify.compare import verify
+
+    torch.set_num_threads(1)
+    names = [field.name for field in dataclasses.fields(LongCtxArguments)]
+    report = verify(
+        model=arguments.model,
+        name=arguments.attn_implementation,
+        ranks=arguments.ranks,
+        arguments=LongCtxArguments(**{name: getattr(arguments, name) for name in names}),
+        dtype=arguments.dtype,
+        checkpointing=arguments.checkpointing,
+    )
+    _show(report, arguments.json)
+    return 1 if report["failed"] else 0
+
+
+def _show(report: dict[str, Any], path: str | None) -> None:
+    width = max(len(key) for key in report)
+    for key, value in report.items():
+        shown = f"{value:.3g}" if isinstance(value, float) else value
+        print(f"{key:<{width}}  {shown}")
+    if path:
+        Path(path).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure ours against a peer and a bound, in one run",
+        description="Each bench prints shape, seed and machine, ours, the peer and the bound.",
+    )
+    bench.add_argument(
+        "name",
+        choices=("packed", "distca"),
+        help="packed: one process against sdpa on packed documents; "
+        "distca: two ranks, one with a long document",
+    )
+    _add_json(bench)
+    bench.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from .bench import distca, packed
+
+    benches = {"packed": packed.run, "distca": distca.run}
+    _show(benches[arguments.name](), arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Rank processes on this machine: started once, then sent one job after another.
+
+Floor: comm. `hf-longctx verify`, benchmarks and tests use them; training does not (there the launcher
+starts the ranks). Jobs are functions of an importable module, sent over local pipes.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .channels import Channel, GlooChannel
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """Who a job runs as.
+
+    Args:
+        rank (`int`): This rank.
+        ranks (`int`): Ranks of the job.
+        channel (`Channel`): The job's channel; made anew for each job.
+        group (`dist.ProcessGroup`): The gloo group beneath it.
+    """
+
+    rank: int
+    ranks: int
+    channel: Channel
+    group: dist.ProcessGroup
+
+
+class RankError(RuntimeError):
+    """A rank failed or died; carries the first error that any rank met."""
+
+
+class RankPool:
+    """Gloo processes with one thread each.
+
+    Args:
+        ranks (`int`): Processes to start; a job may use fewer.
+        timeout (`float`, *optional*, defaults to 60.0): Seconds one exchange may take.
+    """
+
+    def __init__(self, ranks: int, *, timeout: float = 60.0) -> None:
+        self.ranks, self.timeout = ranks, timeout
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process numbers of the ranks; empty before the first job."""
+        return tuple(p.pid for p in self._processes if p.pid is not None)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        folder = tempfile.mkdtemp(prefix="hf_longctx_ranks_")
+        store = os.path.join(folder, "store")
+        for rank in range(self.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.ranks, store, self.timeout, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, job: Callable[..., Any], *, ranks: int | None = None, **given: Any) -> list[Any]:
+        """Run `job(context, **given)` on the first `ranks` ranks; their results, by rank.
+
+        Raises:
+            RankError: with the first error of any rank; the processes are ended, and started afresh
+                by the next job.
+        """
+        if not self._processes:
+            self._start()
+        used = self.ranks if ranks is None else ranks
+        assert 1 <= used <= self.ranks, (used, self.ranks)
+        results: dict[int, Any] = {}
+        try:
+            for pipe in self._pipes[:used]:
+                pipe.send((job, used, given))
+            while len(results) < used:
+                for rank in self._ready(results, used):
+                    failed, value = self._pipes[rank].recv()
+                    if failed:
+                        raise RankError(f"rank {rank} failed:\n{value}")
+                    results[rank] = value
+        except (EOFError, OSError) as error:
+            self.close()
+            raise RankError("a rank process died") from error
+        except BaseException:
+            self.close()
+            raise
+        return [results[rank] for rank in range(used)]
+
+    def _ready(self, results: dict[int, Any], used: int) -> list[int]:
+        due: Sequence[Connection] = [self._pipes[r] for r in range(used) if r not in results]
+        ready = wait(due)
+        return [r for r in range(used) if self._pipes[r] in ready]
+
+    def close(self) -> None:
+        """End all rank processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) -> None:
+    """A rank process: join the group, then do jobs until the pipe closes."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=2 * timeout),
+    )
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, ranks + 1)}
+    while True:
+        try:
+            job, used, given = pipe.recv()
+        except EOFError:
+            break
+        try:
+            channel = GlooChannel(groups[used], timeout=timeout)
+            context = RankContext(rank, used, channel, groups[used])
+            pipe.send((False, job(context, **given)))
+        except BaseException:
+            with suppress(OSError):  # the parent may have gone after another rank's error
+                pipe.send((True, traceback.format_exc()))
+    dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""One micro-batch of one group, as a rank sees it: layout, plans and saved attention results.
+
+Floor: data. The object travels in the model's keyword arguments, under the key `longctx_batch`, from the
+collator to every attention layer. It pickles small: the layout goes along, plans are made again, and
+what ties it to a process (channel, saved tensors) stays behind.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..plan.cost import LayerKind
+from ..plan.layout import Layout
+from ..plan.plans import Plan, make_plan
+
+KEY = "longctx_batch"
+
+
+@dataclass(slots=True)
+class SavedAttention:
+    """`(out, lse)` of each layer between its forward and its backward, so that activation
+    checkpointing recomputes a layer without attending or sending again."""
+
+    results: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    forwards: Counter[Any] = field(default_factory=Counter)
+
+    def keep(self, layer: Any, result: tuple[Tensor, Tensor]) -> None:
+        """Store a layer's result at the end of its forward."""
+        self.results[layer] = result
+        self.forwards[layer] += 1
+
+    def take(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """Hand out and drop a layer's result, for its recompute.
+
+        Raises:
+            ValueError: where the batch went through the model twice before its backward, so that
+                the results of the two forwards cannot be told apart.
+        """
+        if self.forwards[layer] != 1:
+            raise ValueError(
+                f"layer {layer} recomputes, but this batch went through the model "
+                f"{self.forwards[layer]} times before its backward; collate a batch once per "
+                "forward, or switch activation checkpointing off"
+            )
+        self.forwards[layer] -= 1
+        return self.results.pop(layer)
+
+    def drop(self, layer: Any) -> None:
+        """Forget a layer's result, at its backward."""
+        if self.results.pop(layer, None) is not None:
+            self.forwards[layer] -= 1
+
+
+@dataclass(eq=False)
+class LongCtxBatch:
+    """What the attention layers of one rank must know of a micro-batch.
+
+    Args:
+        layout (`Layout`): Where every token of the group's batch lies.
+        rank (`int`): This rank within the group.
+        tolerance (`float`, *optional*, defaults to 0.05): Allowed excess of a rank's attention work.
+        budget (`int`, *optional*, defaults to 0): Tokens the batch could hold; 0 when unknown.
+        filler (`int`, *optional*, defaults to 0): Tokens of filler documents (no targets).
+        runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
+    """
+
+    layout: Layout
+    rank: int
+    tolerance: float = 0.05
+    budget: int = 0
+    filler: int = 0
+    runtime: Any = None
+    saved: SavedAttention = field(default_factory=SavedAttention)
+    _plans: dict[tuple[str, LayerKind], Plan] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("layout", "rank", "tolerance", "budget", "filler")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def plan(self, algorithm: str, kind: LayerKind) -> Plan:
+        """The plan for layers of one kind; made on first use, the same on every rank."""
+        key = algorithm, kind
+        if key not in self._plans:
+            self._plans[key] = make_plan(
+                algorithm, self.layout, kind=kind, tolerance=self.tolerance
+            )
+        return self._plans[key]
+
+    def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
+        """One non-negative int64 that stands for the plans of the given layer kinds."""
+        number = 0
+        for kind in kinds:
+            number ^= self.plan(algorithm, kind).digest
+        return number

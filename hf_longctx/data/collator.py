@@ -1,0 +1,108 @@
+"""A pack of documents -> one rank's model inputs, with the batch object attached.
+
+Floor: data. Targets are shifted within each document before anything is cut; then each rank takes the
+rows that the layout gives it. Nothing is padded. Letters: T rows of this rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ..plan.layout import cut
+from .batch import KEY, LongCtxBatch
+from .packing import Pack, Piece
+from .targets import IGNORE, piece_targets
+
+_Item = tuple[Pack, Any]
+
+
+class PackDataset(Dataset):  # type: ignore[type-arg]
+    """Documents, indexed by packs: an item is the pack and where to read it.
+
+    The collator reads only the documents that its rank holds tokens of.
+    """
+
+    # Accelerate cuts what it gathers from an epoch's last batch by `length % batch size`, to drop
+    # repeated samples; packs repeat none.
+    total_dataset_length = 0
+
+    def __init__(self, documents: Any) -> None:
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, pack: Pack) -> _Item:
+        return pack, self.documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongCtxCollator:
+    """Collates one pack for one rank of a group.
+
+    Args:
+        rank (`int`): This rank within its group.
+        ranks (`int`): Ranks of the group.
+        layout (`str`): How documents are cut over the ranks; see `plan.layout.cut`.
+        tolerance (`float`): Passed to the plan.
+        budget (`int`): Tokens a batch can hold, for the fill.
+    """
+
+    rank: int
+    ranks: int
+    layout: str
+    tolerance: float
+    budget: int
+
+    def __call__(self, items: Sequence[_Item]) -> dict[str, Any]:
+        """Inputs of one rank: `input_ids`, `labels`, `shift_labels`, `position_ids`, each int64
+        `[1, T]`, and `longctx_batch`.
+
+        A pack with fewer tokens than ranks gets one filler document, which has no targets.
+        """
+        ((pack, documents),) = items
+        lengths = [piece.length for piece in pack]
+        filler = max(0, self.ranks - sum(lengths))
+        if filler:
+            lengths.append(filler)
+        layout = cut(lengths, ranks=self.ranks, layout=self.layout)
+        columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": [], "shift_labels": []}
+        for segment in layout.of_rank(self.rank):
+            rows = slice(segment.start, segment.stop)
+            if segment.document == len(pack):
+                of_piece = _filler(filler)
+            else:
+                of_piece = _read(documents, pack[segment.document])
+            for name, values in of_piece.items():
+                columns[name].append(values[rows])
+        inputs: dict[str, Any] = {
+            name: torch.from_numpy(np.concatenate(runs))[None] for name, runs in columns.items()
+        }
+        inputs["position_ids"] = torch.from_numpy(layout.positions(self.rank))[None]
+        inputs[KEY] = LongCtxBatch(
+            layout, self.rank, tolerance=self.tolerance, budget=self.budget, filler=filler
+        )
+        return inputs
+
+
+def _read(documents: Any, piece: Piece) -> dict[str, np.ndarray]:
+    """One piece of a document: ids, labels, and targets shifted over the whole document."""
+    row = documents[piece.document]
+    ids = np.asarray(row["input_ids"], np.int64)
+    given = row.get("labels")
+    labels = ids if given is None else np.asarray(given, np.int64)
+    rows = slice(piece.start, piece.stop)
+    return {
+        "input_ids": ids[rows],
+        "labels": labels[rows],
+        "shift_labels": piece_targets(labels, piece=piece),
+    }
+
+
+def _filler(tokens: int) -> dict[str, np.ndarray]:
+    ignored = np.full(tokens, IGNORE, np.int64)
+    return {"input_ids": np.zeros(tokens, np.int64), "labels": ignored, "shift_labels": ignored}

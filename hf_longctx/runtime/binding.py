@@ -1,0 +1,27 @@
+"""What ties batches to this process: the channel of its group and the account of its attention.
+
+Floor: runtime.
+"""
+
+from dataclasses import dataclass, field
+
+from ..comm.channels import Channel
+from .executor import Account
+
+
+@dataclass(slots=True, kw_only=True)
+class Runtime:
+    """The channel of this rank's group, and what its attention layers did so far.
+
+    Args:
+        channel (`Channel`, *optional*): How the group exchanges; `None` where one process is alone.
+        account (`Account`): Counts of calls, bytes and seconds.
+    """
+
+    channel: Channel | None = None
+    account: Account = field(default_factory=Account)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank has sent to its peers."""
+        return sum(self.channel.sent.values()) if self.channel else 0

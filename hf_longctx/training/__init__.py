@@ -1,0 +1,1 @@
+"""Trainer, callback and data loaders: the names in a stock Trainer script."""

@@ -1,0 +1,56 @@
+"""Says at the start what a run will do, and at the end how evenly it ran.
+
+Floor: training.
+"""
+
+import logging
+from typing import Any
+
+from transformers import TrainerCallback
+
+from .report import table
+
+logger = logging.getLogger(__name__)
+
+
+class LongCtxCallback(TrainerCallback):
+    """Start-up arithmetic and the final balance table, on the main process.
+
+    Args:
+        trainer: The `LongCtxTrainerMixin` it reports on.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log groups, packs, steps, and what overflow did."""
+        if not state.is_world_process_zero:
+            return
+        group, sampler = self.trainer.longctx_group, self.trainer.longctx_sampler
+        budget = group.size * args.longctx_max_tokens_per_rank
+        accumulation = args.gradient_accumulation_steps
+        logger.info(
+            "%s: %d trainers = %d group(s) of %d ranks; a batch holds %d x %d = %d tokens; "
+            "%d packs / %d group(s) = %d batches per epoch, accumulated %d at a time, %d steps",
+            self.trainer.longctx_attention,
+            group.trainers,
+            group.groups,
+            group.size,
+            group.size,
+            args.longctx_max_tokens_per_rank,
+            budget,
+            len(sampler.packs),
+            group.groups,
+            len(sampler),
+            accumulation,
+            state.max_steps,
+        )
+        report = sampler.report
+        changed = report.split_documents or report.truncated_documents
+        logger.log(logging.WARNING if changed else logging.INFO, "documents: %s", report.summary())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the table of steps."""
+        if state.is_world_process_zero:
+            logger.info("steps:\n%s", table(state.log_history))

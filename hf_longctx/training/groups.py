@@ -1,0 +1,77 @@
+"""Trainers and a group size -> this process's group, its channel, and the arithmetic in words.
+
+Floor: training.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..comm.channels import EXCHANGE_SECONDS, GlooChannel
+from ..runtime.binding import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The ranks that share this process's batches.
+
+    Args:
+        trainers (`int`): Trainer processes.
+        size (`int`): Ranks of a group.
+        index (`int`): Which group this process is in.
+        rank (`int`): Its rank within the group.
+    """
+
+    trainers: int
+    size: int
+    index: int
+    rank: int
+
+    @property
+    def groups(self) -> int:
+        """Groups, data-parallel to each other."""
+        return self.trainers // self.size
+
+
+def find_group(arguments: Any) -> Group:
+    """The group of this process, from the training arguments.
+
+    Raises:
+        ValueError: where the group size does not divide the trainers, or the launcher started
+            processes that do not train together.
+    """
+    trainers = int(arguments.world_size)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != trainers:
+        raise ValueError(
+            f"the launcher started {launched} processes but Trainer sees {trainers}: they would "
+            "train apart; without a GPU set use_cpu=True in the training arguments"
+        )
+    size = arguments.longctx_group_size or trainers
+    if trainers % size:
+        allowed = [n for n in range(1, trainers + 1) if trainers % n == 0]
+        raise ValueError(
+            f"longctx_group_size={size} must divide the {trainers} trainers; use one of {allowed} "
+            "(accelerate launch --cpu --num_processes N starts one process: see "
+            "accelerate_configs/cpu_2.yaml)"
+        )
+    rank = int(arguments.process_index)
+    return Group(trainers=trainers, size=size, index=rank // size, rank=rank % size)
+
+
+def join(group: Group) -> Runtime:
+    """This process's runtime: every trainer builds the groups' channels in one order."""
+    if group.size == 1:
+        return Runtime()
+    mine: dist.ProcessGroup | None = None
+    for index in range(group.groups):
+        members = list(range(index * group.size, (index + 1) * group.size))
+        timeout = timedelta(seconds=EXCHANGE_SECONDS)
+        made = dist.new_group(members, backend="gloo", timeout=timeout)
+        if index == group.index:
+            mine = made
+    assert mine is not None
+    return Runtime(channel=GlooChannel(mine))

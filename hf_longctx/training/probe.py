@@ -1,0 +1,76 @@
+"""A model and a name -> a tiny forward that shows whether the model really does what we rely on.
+
+Floor: training. Three tokens, no exchange, before the first step: does attention reach our hook with
+the batch object, does the loss take `shift_labels`, do positions matter?
+"""
+
+import inspect
+from typing import Any
+
+import torch
+
+from ..data.batch import KEY, LongCtxBatch
+from ..data.targets import IGNORE
+from ..plan.layout import cut
+from ..runtime.binding import Runtime
+
+
+def probe(model: Any, *, name: str) -> None:
+    """Refuse a model that would take our inputs and ignore some of them.
+
+    Args:
+        model: A Transformers causal language model, before any wrapper.
+        name (`str`): Its attention name.
+
+    Raises:
+        ValueError: naming the model's class and what it ignores.
+    """
+    of = type(model).__name__
+    forward = inspect.signature(model.forward).parameters.values()
+    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in forward):
+        raise ValueError(
+            f"{of}.forward takes no **kwargs, so documents cannot reach its attention; use a model "
+            "class whose forward passes keyword arguments on"
+        )
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            _probe(model, of, name)
+    finally:
+        model.train(training)
+
+
+def _probe(model: Any, of: str, name: str) -> None:
+    device = next(model.parameters()).device
+    batch = LongCtxBatch(cut([3], ranks=1, layout="contiguous"), 0, runtime=Runtime())
+    tokens = torch.zeros(1, 3, dtype=torch.long, device=device)
+    inputs = {
+        "input_ids": tokens,
+        "labels": tokens,
+        "shift_labels": torch.full_like(tokens, IGNORE),
+        "num_items_in_batch": torch.ones((), device=device),
+        "use_cache": False,
+        KEY: batch,
+    }
+    positions = torch.arange(3, device=device)[None]
+    output = model(**inputs, position_ids=positions)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    called = batch.runtime.account.calls
+    if called != layers:
+        raise ValueError(
+            f"{of} has {layers} layers but called {name} {called} times with its batch object: "
+            "some attention bypasses the interface or drops keyword arguments; train it with its "
+            "own attention"
+        )
+    if float(output.loss) != 0.0:
+        raise ValueError(
+            f"{of} ignores shift_labels: its loss over no target is {float(output.loss)}, not 0; "
+            "targets across ranks would be lost, so use a model whose loss takes shift_labels"
+        )
+    spread = model(**inputs, position_ids=2 * positions)
+    if torch.equal(output.logits, spread.logits):
+        raise ValueError(
+            f"{of} ignores position_ids, so a document cut over ranks would be numbered anew on "
+            "each; use a model that takes positions from its input"
+        )

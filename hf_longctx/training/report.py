@@ -1,0 +1,95 @@
+"""What each optimizer step moved and how even its work was -> log entries and a summary.
+
+Floor: training.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..data.batch import LongCtxBatch
+from ..plan.cost import LayerKind, max_over_mean
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Sums over the micro-batches since the last log, as this rank's group saw them.
+
+    Args:
+        tokens (`int`): Tokens of the group's batches, filler left out.
+        budget (`int`): Tokens the batches could have held.
+        spanning (`int`): Documents with tokens on several ranks.
+        before, after (`np.ndarray`): Score entries of each rank over all layers, by home and by
+            server, float64 `[ranks]`.
+    """
+
+    tokens: int = 0
+    budget: int = 0
+    spanning: int = 0
+    before: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    after: np.ndarray = field(default_factory=lambda: np.zeros(1))
+
+    def add(self, batch: LongCtxBatch, *, algorithm: str, kinds: Sequence[LayerKind]) -> None:
+        """Count one micro-batch, with the kind of each layer."""
+        self.tokens += int(batch.layout.lengths.sum()) - batch.filler
+        self.budget += batch.budget
+        self.spanning += batch.layout.spanning_documents
+        for kind in set(kinds):
+            plan, layers = batch.plan(algorithm, kind), kinds.count(kind)
+            self.before = self.before + layers * plan.work(balanced=False)
+            self.after = self.after + layers * plan.work(balanced=True)
+
+    def logs(self) -> dict[str, float]:
+        """Log entries: tokens, fill, and attention max/mean before and after balancing."""
+        return {
+            "longctx_tokens": self.tokens,
+            "longctx_fill": round(self.tokens / self.budget, 4) if self.budget else 0.0,
+            "longctx_attention_before": round(max_over_mean(self.before), 4),
+            "longctx_attention_after": round(max_over_mean(self.after), 4),
+        }
+
+
+def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> dict[str, Any]:
+    """One object for a whole run, from the trainer's log history.
+
+    Args:
+        history (`Sequence[dict]`): `trainer.state.log_history`.
+        ranks (`int`): Ranks of a group.
+        spanning (`int`): Documents of all batches with tokens on several ranks.
+
+    Returns:
+        `ranks`, `spanning_documents`, `bytes_moved` (over ranks and steps), `steps`, `loss_first`,
+        `loss_last` (`None` without a logged step).
+    """
+    steps = [entry for entry in history if "longctx_tokens" in entry]
+    return {
+        "ranks": ranks,
+        "spanning_documents": spanning,
+        "bytes_moved": sum(entry["longctx_bytes_moved"] for entry in steps),
+        "steps": steps[-1]["step"] if steps else 0,
+        "loss_first": steps[0]["loss"] if steps else None,
+        "loss_last": steps[-1]["loss"] if steps else None,
+    }
+
+
+def table(history: Sequence[dict[str, Any]]) -> str:
+    """The logged steps as text: one line a step, for people."""
+    rows = [("step", "tokens", "fill", "attention max/mean", "moved", "waiting", "loss")]
+    for entry in (e for e in history if "longctx_tokens" in e):
+        before, after = entry["longctx_attention_before"], entry["longctx_attention_after"]
+        rows.append(
+            (
+                str(entry["step"]),
+                f"{entry['longctx_tokens']:,}",
+                f"{entry['longctx_fill']:.0%}",
+                f"{before:.2f} -> {after:.2f}",
+                f"{entry['longctx_bytes_moved'] / 2**20:,.1f} MiB",
+                f"{entry['longctx_wait_seconds']:.2f} s",
+                f"{float(entry['loss']):.4f}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(lines)

@@ -1,0 +1,290 @@
+"""`Trainer` over batches that a group of ranks shares: a cooperative mixin and a ready class.
+
+Floor: training. The mixin builds the data loaders (documents in, packs out), binds this process's
+channel to each batch, and weighs the evaluation loss by tokens. Trainer's own loss arithmetic is exact
+here: every rank gives `labels` and `shift_labels` of different tokens, and the count is global.
+"""
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..attention.kinds import layer_kinds
+from ..data.batch import KEY, LongCtxBatch
+from ..data.collator import LongCtxCollator, PackDataset
+from ..data.sampler import GroupBatchSampler
+from ..data.scan import scan_documents
+from ..support import NAMES, refuse_arguments, refuse_model
+from .callback import LongCtxCallback
+from .groups import find_group, join
+from .loss import TokenWeightedLoss
+from .probe import probe
+from .report import StepReport, summary
+
+logger = logging.getLogger(__name__)
+_Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
+
+
+class LongCtxTrainerMixin(_Base):
+    """Makes a Trainer whose loss is a sum over tokens run on shared batches.
+
+    Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model carries one
+    of our attention names; data sets hold documents (`input_ids`, optional `labels`), not batches.
+
+    Raises:
+        ValueError: at construction, for anything that would not be exact; see `support`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse_hooks(args, kwargs)
+        super().__init__(*args, **kwargs)
+        if not hasattr(self.args, "longctx_max_tokens_per_rank"):
+            raise ValueError(
+                f"args is a {type(self.args).__name__} without longctx_* fields; use "
+                "LongCtxTrainingArguments"
+            )
+        refuse_arguments(self.args)
+        self.longctx_group = find_group(self.args)
+        self._lengths: dict[int, tuple[Any, Any]] = {}
+        self._report = StepReport()
+        self._spanning = 0
+        self._logged = (0, 0.0)  # bytes and seconds at the last log
+        self._evaluated: TokenWeightedLoss | None = None
+        name = getattr(self.args, "longctx_attention", None)
+        if name and self.longctx_attention != name:
+            self.model.set_attn_implementation(name)
+        if self.longctx_attention in NAMES:
+            self._adopt()
+        self._check_data()
+        self.longctx_runtime = join(self.longctx_group)
+        self.add_callback(LongCtxCallback(self))
+
+    @property
+    def longctx_attention(self) -> str:
+        """The model's attention name."""
+        return str(self.model.config._attn_implementation)
+
+    def _adopt(self) -> None:
+        """Refuse or accept the model under its name; keep the name for a resume."""
+        refuse_model(self.model.config, name=self.longctx_attention)
+        if not getattr(self, "model_accepts_loss_kwargs", True):
+            raise ValueError(
+                f"{type(self.model).__name__} does not take num_items_in_batch, so its loss cannot "
+                "be a mean over all trainers' tokens; use a model whose loss takes it"
+            )
+        probe(self.model, name=self.longctx_attention)
+        if hasattr(self.args, "longctx_attention"):
+            self.args.longctx_attention = self.longctx_attention
+
+    def _check_data(self) -> None:
+        """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
+        self.longctx_sampler: GroupBatchSampler | None = None
+        if self.train_dataset is not None:
+            self.longctx_sampler = self._sampler(self.train_dataset, training=True)
+        given = self.eval_dataset
+        for dataset in given.values() if isinstance(given, dict) else [given]:
+            if dataset is not None:
+                self._sampler(dataset, training=False)
+
+    def _sampler(self, dataset: Any, *, training: bool) -> GroupBatchSampler:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{type(dataset).__name__} has no length: streaming is not built yet; pass a data "
+                "set with one"
+            )
+        kept = self._lengths.get(id(dataset))
+        if kept is None:
+            lengths = scan_documents(
+                dataset,
+                vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+                description="Reading training documents" if training else "Reading evaluation data",
+                progress=self.args.process_index == 0,
+            )
+            kept = self._lengths[id(dataset)] = dataset, lengths  # the data set keeps its id alive
+        group, arguments = self.longctx_group, self.args
+        return GroupBatchSampler(
+            kept[1],
+            capacity=group.size * arguments.longctx_max_tokens_per_rank,
+            overflow=arguments.longctx_overflow,
+            balance=arguments.longctx_balance,
+            groups=group.groups,
+            group=group.index,
+            seed=arguments.data_seed if arguments.data_seed is not None else arguments.seed,
+            shuffle=training and arguments.train_sampling_strategy == "random",
+        )
+
+    def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
+        """A data loader of packs: one batch per group and step, this rank's rows of each."""
+        if self.longctx_attention not in NAMES:
+            raise ValueError(
+                f"the model runs attn_implementation={self.longctx_attention!r}; load it with one "
+                f"of {NAMES}, or resume from a checkpoint of such a run"
+            )
+        group, arguments = self.longctx_group, self.args
+        collator = LongCtxCollator(
+            rank=group.rank,
+            ranks=group.size,
+            layout=arguments.layout_for(self.longctx_attention),
+            tolerance=arguments.longctx_tolerance,
+            budget=group.size * arguments.longctx_max_tokens_per_rank,
+        )
+        loader: DataLoader[Any] = DataLoader(
+            PackDataset(dataset),
+            batch_sampler=self._sampler(dataset, training=training),  # type: ignore[arg-type]
+            collate_fn=collator,
+            num_workers=arguments.dataloader_num_workers,
+            persistent_workers=arguments.dataloader_persistent_workers,
+            prefetch_factor=arguments.dataloader_prefetch_factor,
+        )
+        prepared: DataLoader[Any] = prepare_data_loader(
+            loader,
+            device=self.accelerator.device,
+            num_processes=1,  # the sampler is sharded already
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+        )
+        return prepared
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Batches of this rank's group, packed anew each epoch."""
+        dataset = self.train_dataset
+        if dataset is None:
+            raise ValueError("training needs a train_dataset of documents")
+        return self._loader(dataset, training=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Batches of evaluation documents, in the same packs each time."""
+        given = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            eval_dataset = given[eval_dataset]
+        chosen = given if eval_dataset is None else eval_dataset
+        if chosen is None:
+            raise ValueError("evaluation needs an eval_dataset of documents")
+        return self._loader(chosen, training=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """As `get_eval_dataloader`."""
+        return self._loader(test_dataset, training=False)
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Train; a resumed run takes its attention name from the checkpoint's arguments."""
+        if resume_from_checkpoint and self.longctx_attention not in NAMES:
+            self._restore_name(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _restore_name(self, checkpoint: Any) -> None:
+        """Run under the attention name that a checkpoint's training arguments hold."""
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        path = os.path.join(str(checkpoint), "training_args.bin")
+        kept = torch.load(path, weights_only=False) if os.path.isfile(path) else None
+        name = getattr(kept, "longctx_attention", None)
+        if name:
+            logger.warning("resuming with attn_implementation=%r from %s", name, path)
+            self.model.set_attn_implementation(name)
+            self._adopt()
+
+    def _bind(self, inputs: dict[str, Any]) -> LongCtxBatch:
+        """Tie a batch to this process, and compare its plan across the group."""
+        batch: LongCtxBatch | None = inputs.get(KEY)
+        if batch is None:
+            raise ValueError(
+                f"a batch without {KEY!r} reached the model: it did not come from this trainer's "
+                "data loaders; pass documents as train_dataset and leave data_collator out"
+            )
+        batch.runtime = self.longctx_runtime
+        if self.longctx_runtime.channel is not None:
+            kinds = set(layer_kinds(self.model.config))
+            digest = batch.digest(self.longctx_attention, kinds)
+            self.longctx_runtime.channel.agree(digest, what="the plan of a batch")
+        return batch
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """One micro-batch, with this process's channel bound to it."""
+        batch = self._bind(inputs)
+        kinds = layer_kinds(self.model.config)
+        self._report.add(batch, algorithm=self.longctx_attention, kinds=kinds)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Targets of a window over all trainers, at least 1: none at all gives loss 0, not NaN."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        if self._evaluated is not None:
+            self._evaluated.count(count)
+        return torch.clamp(count, min=1) if isinstance(count, Tensor) else count
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """One evaluation batch; its loss is kept with its number of targets."""
+        self._bind(inputs)
+        found = super().prediction_step(model, inputs, *args, **kwargs)
+        if self._evaluated is not None and found[0] is not None:
+            self._evaluated.add(found[0])
+        return found
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with a loss that is the mean over all targets of the set."""
+        self._evaluated = TokenWeightedLoss()
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+            key = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
+            if key in output.metrics:
+                output.metrics[key] = self._evaluated.mean(self.accelerator)
+        finally:
+            self._evaluated = None
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the balance, bytes and waiting time of the steps since the last log."""
+        if "loss" in logs and self._report.tokens:
+            self._spanning += self._report.spanning
+            logs = {**logs, **self._report.logs(), **self._moved()}
+            self._report = StepReport()
+        super().log(logs, *args, **kwargs)
+
+    def _moved(self) -> dict[str, float]:
+        """Bytes sent by all trainers and the longest wait of any, since the last log."""
+        now = self.longctx_runtime.sent_bytes, self.longctx_runtime.account.waited
+        change = [now[0] - self._logged[0], now[1] - self._logged[1]]
+        self._logged = now
+        rows = torch.tensor([change], dtype=torch.float64, device=self.accelerator.device)
+        rows = self.accelerator.gather(rows)
+        return {
+            "longctx_bytes_moved": int(rows[:, 0].sum()),
+            "longctx_wait_seconds": round(float(rows[:, 1].max()), 4),
+        }
+
+    def longctx_summary(self) -> dict[str, Any]:
+        """What the run did: see `training.report.summary`."""
+        history = self.state.log_history
+        return summary(history, ranks=self.longctx_group.size, spanning=self._spanning)
+
+
+def _refuse_hooks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse hooks that would cut batches or shift labels on their own."""
+    collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
+    if collator is not None:
+        raise ValueError(
+            f"data_collator={type(collator).__name__} would pad or cut documents on its own; leave "
+            "it out and pass documents with input_ids (and labels)"
+        )
+    if kwargs.get("compute_loss_func") is not None:
+        raise ValueError(
+            "compute_loss_func would see one rank's labels and shift them again; leave it out and "
+            "use the model's own loss"
+        )
+
+
+class LongCtxTrainer(LongCtxTrainerMixin, Trainer):
+    """`transformers.Trainer` over batches that a group of ranks shares."""

@@ -1,0 +1,203 @@
+"""Rank results and one-process references -> the errors and counts that `hf-longctx verify` prints.
+
+Floor: verify. The bounds and the two references are those of the design: the naive float64 twin, and
+stock Transformers in float32; each runs every document alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arguments import LongCtxArguments
+from ..comm.processes import RankPool
+from ..plan.layout import cut
+from ..support import refuse_model
+from .ranks import Case, RankResult, run_rank
+from .twins import DTYPES, REFERENCE, backward, build, load_config, precision, register_reference
+
+BF16_UNIT = 2**-9  # rounding of bf16: plain errors below it are luck (a mean's, mostly)
+ROWS = 320  # tokens per rank: long enough for the planner to move 128-row pieces
+
+
+@dataclass
+class Reference:
+    """What one process computes, each document alone."""
+
+    logits: list[Tensor]
+    loss: float
+    grads: dict[str, Tensor]
+
+
+def case_lengths(ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Documents of the batches: ending on, before and after rank edges, one of a token, odd ones, and
+    one that spans every rank."""
+    total = ROWS * ranks
+    on_edge = (1, 127, ROWS - 128) + (ROWS,) * (ranks - 1)
+    near_edge = (ROWS - 1, 2) + (total - ROWS - 1 - 60, 59) if ranks > 1 else (ROWS - 1, 1)
+    spanning = (1, total - 1 - 90, 33, 57)
+    return on_edge, near_edge, spanning
+
+
+def run_reference(case: Case, *, name: str, dtype: torch.dtype) -> Reference:
+    """Every document alone through the same weights under another attention."""
+    register_reference()
+    model = build(case.model, name=name, dtype=dtype)
+    model.train()
+    found = Reference([], 0.0, {})
+    count = torch.tensor(case.targets)
+    with precision(dtype):
+        for batch in range(len(case.lengths)):
+            logits = []
+            for document in case.documents(batch):
+                ids = torch.from_numpy(document)[None]
+                output = model(input_ids=ids, labels=ids, num_items_in_batch=count)
+                backward(output.loss)
+                found.loss += float(output.loss.detach())
+                logits.append(output.logits[0].detach().double())
+            found.logits.append(torch.cat(logits))
+    for name_, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found.grads[name_] = grad.double()
+    return found
+
+
+def _gather(case: Case, results: list[RankResult]) -> Reference:
+    """The ranks' results in document order."""
+    logits = []
+    for batch, lengths in enumerate(case.lengths):
+        layout = cut(lengths, ranks=len(results), layout=case.layout)
+        rows = torch.cat([r.logits[batch] for r in results])
+        logits.append(rows[torch.from_numpy(layout.inverse())])
+    return Reference(logits, sum(r.loss for r in results), results[0].grads)
+
+
+def errors(ours: Reference, right: Reference) -> dict[str, float]:
+    """`logit_error`, `loss_error` and `grad_error`, each of the worst tensor.
+
+    Logits and loss: `max|a - b| / max|b|`. A gradient is measured against the larger of its own
+    largest entry and a thousandth of the model's.
+    """
+    largest = max(float(g.abs().max()) for g in right.grads.values())
+    grads = [
+        float((ours.grads[name] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * largest)
+        for name, g in right.grads.items()
+    ]
+    logits = [
+        float((a - b).abs().max() / b.abs().max())
+        for a, b in zip(ours.logits, right.logits, strict=True)
+    ]
+    loss = abs(ours.loss - right.loss) / abs(right.loss)
+    found = {"logit_error": max(logits), "loss_error": loss, "grad_error": max(grads)}
+    return {key: value if np.isfinite(value) else float("inf") for key, value in found.items()}
+
+
+def verify(
+    *,
+    model: str,
+    name: str,
+    ranks: int,
+    arguments: LongCtxArguments | None = None,
+    dtype: str = "float64",
+    checkpointing: bool = False,
+    pool: RankPool | None = None,
+) -> dict[str, Any]:
+    """Compare one model under one of our names with one process.
+
+    Args:
+        model (`str`): Checkpoint folder or config JSON.
+        name (`str`): Attention name.
+        ranks (`int`): Gloo processes to run.
+        arguments (`LongCtxArguments`, *optional*): Layout and tolerance.
+        dtype (`str`, *optional*, defaults to `float64`): Of the comparison with the twin.
+        checkpointing (`bool`, *optional*): Run both kinds and report the worst of each figure.
+        pool (`RankPool`, *optional*): Rank processes to use; started and ended here by default.
+
+    Returns:
+        The report; `failed` lists the bounds that do not hold.
+
+    Raises:
+        ValueError: where the combination is refused.
+    """
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks} must be at least 1")
+    arguments = arguments or LongCtxArguments()
+    config = load_config(model)
+    refuse_model(config, name=name)
+    case = Case(
+        model=model,
+        name=name,
+        layout=arguments.layout_for(name),
+        tolerance=arguments.longctx_tolerance,
+        dtype=dtype,
+        lengths=case_lengths(ranks),
+        vocab_size=config.get_text_config(decoder=True).vocab_size,
+    )
+    twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
+    stock = run_reference(case, name="sdpa", dtype=torch.float32)
+    plain = twin if dtype != "bf16" else run_reference(case, name="sdpa", dtype=DTYPES[dtype])
+    kinds = ("reentrant", "nonreentrant") if checkpointing else ("none",)
+    own = pool or RankPool(ranks)
+    report: dict[str, Any] = {}
+    try:
+        for kind in kinds:
+            checked = replace(case, checkpointing=kind)
+            results = own.run(run_rank, ranks=ranks, case=checked)
+            single = replace(checked, dtype="float32")
+            in_float32 = (
+                results if dtype == "float32" else own.run(run_rank, ranks=ranks, case=single)
+            )
+            found = _report(checked, results, in_float32, twin, stock)
+            report = {k: max(v, report.get(k, v)) for k, v in found.items()}
+    finally:
+        if pool is None:
+            own.close()
+    report["failed"] = _failed(report, dtype, errors(plain, twin))
+    return {"model": model, "attn_implementation": name, "dtype": dtype, **report, "ranks": ranks}
+
+
+def _report(
+    case: Case,
+    results: list[RankResult],
+    in_float32: list[RankResult],
+    twin: Reference,
+    stock: Reference,
+) -> dict[str, Any]:
+    ours = errors(_gather(case, results), twin)
+    theirs = errors(_gather(case, in_float32), stock)
+    both = (*results, *in_float32)
+    return {
+        **ours,
+        **{f"{key}_vs_transformers": value for key, value in theirs.items()},
+        "leak": max(r.leak for r in both),
+        "attention_calls": sum(r.attention_calls for r in results),
+        "bytes_planned": sum(r.bytes_planned for r in results),
+        "bytes_sent": sum(r.bytes_sent for r in results),
+        "recompute_bytes": sum(r.recompute_bytes for r in both),
+    }
+
+
+def _failed(report: Mapping[str, Any], dtype: str, plain: Mapping[str, float]) -> list[str]:
+    """The bounds of the design that a report breaks, in words."""
+    bounds: dict[str, float] = {}
+    for key, error in plain.items():
+        allowed = {"float64": 1e-10, "float32": 1e-5}.get(dtype)
+        factor = 3 if key == "grad_error" else 2
+        bounds[key] = factor * max(error, BF16_UNIT) if allowed is None else allowed
+        bounds[f"{key}_vs_transformers"] = 1e-5
+    bounds |= {"leak": 0, "recompute_bytes": 0}
+    broken = [
+        f"{key} {report[key]:.3g} is above {bound:.3g}"
+        for key, bound in bounds.items()
+        if not report[key] <= bound
+    ]
+    if report["bytes_sent"] != report["bytes_planned"]:
+        broken.append(
+            f"bytes_sent {report['bytes_sent']} differ from bytes_planned {report['bytes_planned']}"
+        )
+    if not report["attention_calls"]:
+        broken.append("the model never called the attention hook")
+    return broken

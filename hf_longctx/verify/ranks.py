@@ -1,0 +1,172 @@
+"""The ranks' side of a verification: run the model on this rank's share, keep what is compared.
+
+Floor: verify. Letters: T rows of this rank, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hf_longctx.attention.register as registry
+
+from ..attention.kinds import layer_kinds, layer_widths
+from ..comm.processes import RankContext
+from ..data.batch import KEY, LongCtxBatch
+from ..plan.count import sent_in_layer
+from ..plan.layout import cut
+from ..runtime.binding import Runtime
+from .twins import DTYPES, backward, build, precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What to run.
+
+    Args:
+        model (`str`): Checkpoint folder or config JSON.
+        name (`str`): Attention name.
+        layout (`str`): Layout of the batches.
+        tolerance (`float`): Of the plan.
+        dtype (`str`): `float64`, `float32` or `bf16`.
+        lengths (`tuple[tuple[int, ...], ...]`): Documents of each batch.
+        vocab_size (`int`): Ids are drawn below it.
+        checkpointing (`str`): `none`, `reentrant` or `nonreentrant`.
+    """
+
+    model: str
+    name: str
+    layout: str
+    tolerance: float
+    dtype: str
+    lengths: tuple[tuple[int, ...], ...]
+    vocab_size: int
+    checkpointing: str = "none"
+
+    def documents(self, batch: int) -> list[np.ndarray]:
+        """The ids of a batch's documents; the same everywhere."""
+        noise = np.random.default_rng([7, batch])
+        return [noise.integers(0, self.vocab_size, n) for n in self.lengths[batch]]
+
+    @property
+    def targets(self) -> int:
+        """Targets of all batches: every token but each document's last."""
+        return sum(n - 1 for lengths in self.lengths for n in lengths)
+
+
+@dataclass
+class RankResult:
+    """What one rank found; sums over ranks are formed by the caller.
+
+    Args:
+        logits (`list[Tensor]`): `[T, V]` of each batch, float64.
+        loss (`float`): This rank's share of the loss.
+        grads (`dict[str, Tensor]`): Parameter gradients summed over ranks (rank 0 only).
+        leak (`float`): Largest gradient of other documents' logits in a document's embeddings.
+        attention_calls, bytes_planned, bytes_sent, recompute_bytes (`int`): Counts of the main run.
+    """
+
+    logits: list[Tensor] = field(default_factory=list)
+    loss: float = 0.0
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    leak: float = 0.0
+    attention_calls: int = 0
+    bytes_planned: int = 0
+    bytes_sent: int = 0
+    recompute_bytes: int = 0
+
+
+def run_rank(context: RankContext, *, case: Case) -> RankResult:
+    """Forward all batches, then backward all of them; then look for leaks."""
+    registry.register()
+    dtype = DTYPES[case.dtype]
+    model = build(case.model, name=case.name, dtype=dtype)
+    model.train()
+    if case.checkpointing != "none":
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        enable = enable or model.gradient_checkpointing_enable  # before Transformers 5.24
+        enable({"use_reentrant": case.checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    result, runtime = RankResult(), Runtime(channel=context.channel)
+    with precision(dtype):
+        losses = []
+        batches = [_inputs(case, context, runtime, i) for i in range(len(case.lengths))]
+        for inputs in batches:
+            output = model(**inputs, num_items_in_batch=torch.tensor(case.targets))
+            losses.append(output.loss)
+            result.logits.append(output.logits[0].detach().double())
+        total = torch.stack(losses).sum()  # two batches in flight: plans must not be mixed up
+        backward(total)
+        result.loss = float(total.detach())
+        result.attention_calls = runtime.account.calls
+        result.recompute_bytes = runtime.account.recompute_bytes
+        result.bytes_sent = runtime.sent_bytes
+        result.bytes_planned = sum(_planned(i[KEY], model, dtype) for i in batches)
+        assert all(not i[KEY].saved.results for i in batches), "saved attention was not dropped"
+        for name, parameter in model.named_parameters():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            grad = grad.to(torch.float64, copy=True)
+            dist.all_reduce(grad, group=context.group)
+            if context.rank == 0:
+                result.grads[name] = grad
+        result.leak = _leak(model, case, context, runtime)
+    return result
+
+
+def _inputs(case: Case, context: RankContext, runtime: Runtime, index: int) -> dict[str, Any]:
+    documents = case.documents(index)
+    layout = cut(case.lengths[index], ranks=context.ranks, layout=case.layout)
+    rows = layout.flat_rows(context.rank)
+    ids = np.concatenate(documents)
+    targets = np.concatenate([np.append(d[1:], -100) for d in documents])
+    batch = LongCtxBatch(layout, context.rank, tolerance=case.tolerance, runtime=runtime)
+    return {
+        "input_ids": torch.from_numpy(ids[rows])[None],
+        "labels": torch.from_numpy(ids[rows])[None],
+        "shift_labels": torch.from_numpy(targets[rows])[None],
+        "position_ids": torch.from_numpy(layout.positions(context.rank))[None],
+        KEY: batch,
+    }
+
+
+def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype) -> int:
+    """Bytes that this rank's programs send for one batch, over all layers."""
+    widths = layer_widths(model.config, dtype=dtype)
+    plans = {kind: plan for (_, kind), plan in batch._plans.items()}
+    programs = [plans[kind].program(batch.rank) for kind in layer_kinds(model.config)]
+    return sum(sent_in_layer(program, widths) for program in programs)
+
+
+def _leak(model: Any, case: Case, context: RankContext, runtime: Runtime) -> float:
+    """Largest |d(other documents' logits) / d(a document's embeddings)| over some documents."""
+    worst = 0.0
+    index = len(case.lengths) - 1
+    for document in _suspects(case.lengths[index]):
+        inputs = _inputs(case, context, runtime, index)
+        ids = inputs.pop("input_ids")
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        mine = np.concatenate(
+            [
+                np.full(s.stop - s.start, s.document == document)
+                for s in inputs[KEY].layout.of_rank(context.rank)
+            ]
+        )
+        inside = torch.from_numpy(mine)
+        for label in ("labels", "shift_labels"):
+            inputs.pop(label)
+        logits = model(inputs_embeds=embeds, **inputs).logits[0]
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+        (logits * weights.to(logits.dtype))[~inside].sum().backward()
+        grad = embeds.grad if embeds.grad is not None else torch.zeros_like(embeds)
+        worst = max(worst, float(grad[0][inside].abs().max()) if inside.any() else 0.0)
+    return worst
+
+
+def _suspects(lengths: Sequence[int]) -> list[int]:
+    """The longest document, the shortest and the last."""
+    order = sorted(range(len(lengths)), key=lambda d: lengths[d])
+    return sorted({order[0], order[-1], len(lengths) - 1})

@@ -1,0 +1,135 @@
+"""Models to compare: the same weights under our name, with naive float64 attention, and as stock.
+
+Floor: verify. Stock models cannot serve as a float64 reference: norms, routers and softmax ask for
+float32. Both sides therefore run under `KeepFloat64`, and attention is the naive reference.
+"""
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+
+from ..attention.masks import SlidingWindow, attention_mask
+from ..kernels.reference import attention
+
+REFERENCE = "hf_longctx_reference"
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
+
+
+def reference_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Naive causal attention of one document, `[1, H, S, D]` -> `[1, S, H, D]`."""
+    rows = [t[0].transpose(0, 1) for t in (query, key, value)]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = mask.size if isinstance(mask, SlidingWindow) else 0
+    out = attention(*rows, lengths=[query.shape[2]], scale=scale, window=window)
+    return out[None], None
+
+
+def register_reference() -> None:
+    """Make the naive attention known to Transformers (in this process)."""
+    AttentionInterface.register(REFERENCE, reference_attention)
+    AttentionMaskInterface.register(REFERENCE, attention_mask)
+
+
+class KeepFloat64(TorchFunctionMode):
+    """Turns every request for float32 on a float64 tensor into one for float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        double = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+        if double:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The mode under which a model of `dtype` runs."""
+    return KeepFloat64() if dtype == torch.float64 else nullcontext()
+
+
+def backward(loss: Tensor) -> None:
+    """Backpropagate with the precision mode still on.
+
+    `Tensor.backward` and `torch.autograd.backward` hand over to the mode, which is off inside its own
+    handler, so layers that recompute there would go back to float32; the engine does not ask it.
+    """
+    ones = torch.ones_like(loss)
+    _engine_run_backward((loss,), (ones,), False, False, (), True, True)
+
+
+def load_config(path: str) -> Any:
+    """The config of a checkpoint folder or of a config JSON.
+
+    Raises:
+        ValueError: where there is neither.
+    """
+    place = Path(path)
+    if not (place.is_file() or (place / "config.json").is_file()):
+        raise ValueError(f"--model {path}: no config.json and no folder with one; give either")
+    if place.is_dir():
+        return AutoConfig.from_pretrained(path)
+    given = json.loads(place.read_text())
+    if "model_type" not in given:
+        raise ValueError(f"--model {path}: no model_type in it; write one, as 'llama'")
+    return AutoConfig.for_model(**given)
+
+
+def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
+    """A model under an attention name: a folder's weights, or a config's redrawn at unit gain.
+
+    Args:
+        path (`str`): Checkpoint folder or config JSON.
+        name (`str`): Attention implementation.
+        dtype (`torch.dtype`): Of all parameters.
+    """
+    options = {"attn_implementation": name, "experts_implementation": "eager"}
+    if Path(path).is_dir():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    else:
+        config = load_config(path)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        draw_at_unit_gain(model)
+    model.config.use_cache = False
+    return model.to(dtype)
+
+
+def draw_at_unit_gain(model: nn.Module, seed: int = 0) -> None:
+    """Redraw weights so that signals keep their size: the usual std of 0.02 makes attention nearly
+    uniform and hides leaks and wrong masks."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        with torch.no_grad():
+            if parameter.dim() < 2:
+                centre = 1.0 if name.endswith("weight") else 0.0
+                parameter.copy_(centre + 0.1 * noise)
+            elif "embed" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)

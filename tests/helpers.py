@@ -1,0 +1,269 @@
+"""A plan and random rows -> what R ranks compute in one process, beside the naive reference.
+
+Ranks run as threads with blocking waits, or in lock step in the calling thread. Letters: T tokens,
+H query heads, K key/value heads, D head size, R ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_longctx.comm.channels import Channel, Exchange, Hub
+from hf_longctx.kernels.reference import attention
+from hf_longctx.plan.cost import LayerKind
+from hf_longctx.plan.count import Widths
+from hf_longctx.plan.layout import LAYOUTS, Layout, cut
+from hf_longctx.plan.plans import ALGORITHMS, Plan, make_plan
+from hf_longctx.runtime.autograd import Layer, attend
+from hf_longctx.runtime.executor import Account, Execution
+
+LENGTHS = st.lists(
+    st.one_of(st.integers(1, 4), st.integers(1, 90), st.integers(100, 700)), min_size=1, max_size=8
+)
+WINDOWS = st.one_of(st.just(0), st.integers(1, 300))
+SCALE = 0.3
+
+# Four ranks of 16,384 tokens, and four of 131,072, whose attention work differs by 4 and by 10.
+GOLDEN_1 = [[16384], [8192] * 2, [4096] * 4, [2048] * 8]
+GOLDEN_2 = [
+    [6432, 14688, 6496, 6752, 11296, 9008, 3824, 3840, 8368, 11360, 6064, 8528, 9040, 80, 25296],
+    [128800, 2272],
+    [9424, 2624, 8144, 128, 110752],
+    [23264, 3312, 12000, 9568, 6400, 7936, 2656, 2400]
+    + [10320, 22608, 1840, 6080, 10304, 5648, 4848, 1888],
+]
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, ranks: int = 5) -> Plan:
+    """Any algorithm on any layout, window and tolerance, with up to `ranks` ranks."""
+    layout = cut(
+        draw(LENGTHS), ranks=draw(st.integers(1, ranks)), layout=draw(st.sampled_from(LAYOUTS))
+    )
+    kind = LayerKind(window=draw(WINDOWS), query_width=2, key_value_width=2)
+    tolerance = draw(st.sampled_from([0.0, 0.05, 0.5]))
+    return make_plan(draw(st.sampled_from(ALGORITHMS)), layout, kind=kind, tolerance=tolerance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of a batch, documents end to end, and the gradient of their output.
+
+    Args:
+        q, grad (`Tensor`): `[T, H, D]`.
+        k, v (`Tensor`): `[T, K, D]`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        tokens: int,
+        *,
+        heads: int = 2,
+        kv_heads: int = 1,
+        head_dim: int = 4,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+    ) -> Rows:
+        """Normal noise, drawn in float64, so that dtypes see the same numbers."""
+        noise = torch.Generator().manual_seed(seed)
+        q, k, v, grad = (
+            torch.randn(tokens, h, head_dim, dtype=torch.float64, generator=noise).to(dtype)
+            for h in (heads, kv_heads, kv_heads, heads)
+        )
+        return cls(q=q, k=k, v=v, grad=grad)
+
+    def to(self, dtype: torch.dtype) -> Rows:
+        """The same rows in another dtype."""
+        return Rows(**{name: getattr(self, name).to(dtype) for name in self.__slots__})
+
+    @property
+    def widths(self) -> Widths:
+        """What the byte counter must know of them."""
+        return Widths(
+            heads=self.q.shape[1],
+            kv_heads=self.k.shape[1],
+            head_dim=self.q.shape[2],
+            value_dim=self.v.shape[2],
+            itemsize=self.q.element_size(),
+            wide_itemsize=max(4, self.q.element_size()),
+        )
+
+    def kind(self, *, window: int = 0) -> LayerKind:
+        """The layer kind that a planner sees."""
+        _, heads, width = self.q.shape
+        return LayerKind(
+            window=window, query_width=heads * width, key_value_width=2 * self.k.shape[1] * width
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Output and gradients, documents end to end: `[T, heads, D]`."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def error(self, right: Results) -> float:
+        """Largest absolute difference over all four."""
+        return max(self.errors(right).values())
+
+    def errors(self, right: Results) -> dict[str, float]:
+        """Largest absolute difference of each."""
+        pairs = {name: (getattr(self, name), getattr(right, name)) for name in self.__slots__}
+        return {
+            name: float((a.double() - b.double()).abs().max()) for name, (a, b) in pairs.items()
+        }
+
+
+def differentiate(forward: Callable[..., Tensor], rows: Rows) -> Results:
+    """`forward(q, k, v)` and its gradients under the rows' output gradient."""
+    leaves = [x.detach().clone().requires_grad_() for x in (rows.q, rows.k, rows.v)]
+    out = forward(*leaves)
+    out.backward(rows.grad)
+    dq, dk, dv = (x.grad for x in leaves)
+    assert dq is not None and dk is not None and dv is not None
+    return Results(out=out.detach(), dq=dq, dk=dk, dv=dv)
+
+
+def reference(rows: Rows, lengths: Sequence[int], *, window: int = 0) -> Results:
+    """What one process computes, each document alone."""
+    return differentiate(
+        lambda q, k, v: attention(q, k, v, lengths=lengths, scale=SCALE, window=window), rows
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the ranks of a run computed together, and what each of them counted."""
+
+    results: Results
+    accounts: list[Account]
+    sent: list[int]
+
+
+def threads(work: Callable[[int], None], *, ranks: int) -> None:
+    """`work(rank)` on one thread per rank; raises the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:  # carried to the calling thread
+            errors.append(error)
+
+    running = [threading.Thread(target=guarded, args=(rank,)) for rank in range(ranks)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def run_threads(plan: Plan, rows: Rows, *, channels: Sequence[Channel] | None = None) -> Run:
+    """Forward and backward of one layer through autograd, one thread per rank."""
+    ranks = plan.layout.ranks
+    channels = channels or Hub(ranks, timeout=20.0).channels()
+    accounts = [Account() for _ in range(ranks)]
+    shards: list[Results | None] = [None] * ranks
+
+    def work(rank: int) -> None:
+        layer = Layer(plan.program(rank), channels[rank], SCALE, plan.kind.window, accounts[rank])
+        own = shard(plan.layout, rank, rows)
+        shards[rank] = differentiate(lambda q, k, v: attend(layer, q, k, v)[0], own)
+
+    threads(work, ranks=ranks)
+    results = gather(plan.layout, [x for x in shards if x is not None])
+    return Run(results=results, accounts=accounts, sent=[sum(c.sent.values()) for c in channels])
+
+
+def shard(layout: Layout, rank: int, rows: Rows) -> Rows:
+    """The rows that one rank holds, in its order."""
+    own = torch.from_numpy(layout.flat_rows(rank))
+    return Rows(**{name: getattr(rows, name)[own] for name in rows.__slots__})
+
+
+def gather(layout: Layout, shards: Sequence[Results]) -> Results:
+    """The ranks' rows, back in document order."""
+    order = torch.from_numpy(layout.inverse())
+    return Results(
+        **{name: torch.cat([getattr(x, name) for x in shards])[order] for name in Results.__slots__}
+    )
+
+
+def lock_step(runs: Sequence[Generator[Exchange]], *, seed: int = 0) -> None:
+    """Drive one phase of every rank in this thread, resuming ranks in a random order."""
+    shuffled = Random(seed)
+    waiting: dict[int, Exchange | None] = dict.fromkeys(range(len(runs)))
+    while waiting:
+        ready = [r for r, exchange in waiting.items() if exchange is None or exchange.done()]
+        assert ready, f"ranks {sorted(waiting)} wait for each other"
+        rank = shuffled.choice(ready)
+        exchange = waiting[rank]
+        if exchange is not None:
+            exchange.wait()
+        try:
+            waiting[rank] = next(runs[rank])
+        except StopIteration:
+            del waiting[rank]
+
+
+def whole(run: Execution) -> Generator[Exchange]:
+    """All phases of a direction, one after another."""
+    phases = run.program.backward if run.backward else run.program.forward
+    for number in range(len(phases)):
+        yield from run.phase(number)
+
+
+def run_lock_step(plan: Plan, rows: Rows, *, seed: int = 0) -> Results:
+    """Forward and backward of one layer in this thread, without autograd."""
+    ranks = range(plan.layout.ranks)
+    channels = Hub(plan.layout.ranks).channels()
+    own = [shard(plan.layout, rank, rows) for rank in ranks]
+    forward, backward = (
+        [
+            Execution(
+                plan.program(rank),
+                widths=rows.widths,
+                dtype=rows.q.dtype,
+                backward=direction,
+                channel=channels[rank],
+                scale=SCALE,
+                window=plan.kind.window,
+            )
+            for rank in ranks
+        ]
+        for direction in (False, True)
+    )
+    for direction, executions in enumerate((forward, backward)):
+        for rank, run in enumerate(executions):
+            run.bind(0, q=own[rank].q)
+            run.bind(1, k=own[rank].k, v=own[rank].v)
+            if direction:
+                run.bind(3, grad_out=own[rank].grad, **forward[rank].fields(2))
+        lock_step([whole(x) for x in executions], seed=seed + direction)
+    shards = [
+        Results(
+            out=there.fields(2)["out"],
+            dq=back.fields(4)["dq"],
+            dk=back.fields(5)["dk"],
+            dv=back.fields(5)["dv"],
+        )
+        for there, back in zip(forward, backward, strict=True)
+    ]
+    return gather(plan.layout, shards)

@@ -1,0 +1,165 @@
+"""Layouts: equal tokens, every token once, an exact inverse, balance; and interval arithmetic."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+
+import numpy as np
+import pytest
+from helpers import GOLDEN_2, LENGTHS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.intervals import intersect, length, subtract, union
+from hf_longctx.plan.cost import entries, max_over_mean
+from hf_longctx.plan.layout import GRANULE, LAYOUTS, Layout, cut
+
+RANKS = st.integers(1, 9)
+RANGES = st.tuples(st.integers(0, 20), st.integers(0, 20))
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+quick = settings(max_examples=60, deadline=None)
+
+
+def tokens(*ranges: tuple[int, int]) -> set[int]:
+    return {token for start, stop in ranges for token in range(start, stop)}
+
+
+def work(layout: Layout) -> np.ndarray:
+    """Score entries of the rows that each rank holds."""
+    held = layout.columns
+    cost = entries(held[:, 3], held[:, 4], window=0)
+    return np.bincount(held[:, 0], weights=cost, minlength=layout.ranks)
+
+
+def flat(layout: Layout) -> np.ndarray:
+    return np.concatenate([layout.flat_rows(rank) for rank in range(layout.ranks)])
+
+
+@given(a=RANGES, b=RANGES, more=st.lists(RANGES, max_size=5))
+def test_intervals_are_sets_of_tokens(
+    a: tuple[int, int], b: tuple[int, int], more: list[tuple[int, int]]
+) -> None:
+    assert length(a) == len(tokens(a))
+    common = intersect(a, b)
+    assert tokens(*([common] if common else [])) == tokens(a) & tokens(b)
+    together, left = union([a, b, *more]), subtract(a, [b, *more])
+    assert tokens(*together) == tokens(a, b, *more)
+    assert tokens(*left) == tokens(a) - tokens(b, *more)
+    for ranges in (together, left):
+        gaps = zip(ranges, ranges[1:], strict=False)
+        assert all(start < stop for start, stop in ranges)
+        assert all(before[1] < after[0] for before, after in gaps)
+
+
+@quick
+@given(lengths=LENGTHS, ranks=RANKS, layout=st.sampled_from(LAYOUTS))
+def test_each_token_lies_once_and_ranks_differ_by_one(
+    lengths: list[int], ranks: int, layout: str
+) -> None:
+    made = cut(lengths, ranks=ranks, layout=layout)
+    rows = [made.rows(rank) for rank in range(ranks)]
+    assert sum(rows) == sum(lengths)
+    assert max(rows) - min(rows) <= 1
+    assert sorted(flat(made).tolist()) == list(range(sum(lengths)))
+    documents = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    for rank in range(ranks):
+        own = made.flat_rows(rank)
+        assert (made.positions(rank) == positions[own]).all()
+        assert (np.diff(own) > 0).all()  # by document and position
+        held = made.of_rank(rank)
+        starts = np.cumsum([0, *(s.stop - s.start for s in held)])[:-1]
+        assert [s.row for s in held] == starts.tolist()
+        assert {s.document for s in held} == set(documents[own].tolist())
+    for document, held in made.by_document.items():
+        assert union((s.start, s.stop) for s in held) == ((0, lengths[document]),)
+
+
+@quick
+@given(lengths=LENGTHS, ranks=RANKS, layout=st.sampled_from(LAYOUTS))
+def test_inverse_restores_document_order(lengths: list[int], ranks: int, layout: str) -> None:
+    made = cut(lengths, ranks=ranks, layout=layout)
+    assert (flat(made)[made.inverse()] == np.arange(sum(lengths))).all()
+
+
+@quick
+@given(lengths=LENGTHS, ranks=RANKS)
+def test_contiguous_lays_documents_end_to_end(lengths: list[int], ranks: int) -> None:
+    assert (flat(cut(lengths, ranks=ranks, layout="contiguous")) == np.arange(sum(lengths))).all()
+
+
+@pytest.mark.parametrize(("tokens", "middle"), [(4096, []), (4097, [2048])])
+def test_spread_cuts_a_long_document_head_tail(tokens: int, middle: list[int]) -> None:
+    made = cut([tokens], ranks=4, layout="spread")
+    for rank in range(4):
+        own = made.flat_rows(rank).tolist()
+        lone = [row for row in own if tokens - 1 - row not in own or row * 2 == tokens - 1]
+        assert lone == (middle if rank == 0 else [])  # else row p lies with row tokens - 1 - p
+        assert own[0] == 512 * rank and own[0] % GRANULE == 0
+    assert max_over_mean(work(made)) < 1.001
+
+
+def test_spread_widths_follow_the_room_that_longer_documents_leave() -> None:
+    made = cut([9000, 7000], ranks=4, layout="spread")
+    widths = [
+        [sum(s.stop - s.start for s in made.of_rank(rank) if s.document == d) for rank in range(4)]
+        for d in range(2)
+    ]
+    assert widths[0][3] == 0  # three ranks have the work of the first document
+    assert min(widths[0][:3]) > 2 * max(widths[1][:3])
+    assert widths[1][3] == 4000
+    assert max_over_mean(work(made)) <= 1.06
+
+
+def test_spread_balances_golden_2() -> None:
+    lengths = list(chain.from_iterable(GOLDEN_2))
+    assert max_over_mean(work(cut(lengths, ranks=8, layout="contiguous"))) > 1.9
+    assert max_over_mean(work(cut(lengths, ranks=8, layout="spread"))) <= 1.06
+
+
+@every_layout
+@pytest.mark.parametrize("lengths", [[1], [2], [1, 1], [3]], ids=str)
+def test_fewer_tokens_than_ranks_leave_ranks_empty(lengths: list[int], layout: str) -> None:
+    made = cut(lengths, ranks=5, layout=layout)
+    rows = [made.rows(rank) for rank in range(5)]
+    assert rows == sorted([1] * sum(lengths) + [0] * (5 - sum(lengths)), reverse=True)
+    assert made.of_rank(4) == ()
+    assert made.positions(4).shape == made.flat_rows(4).shape == (0,)
+    assert made.inverse().shape == (sum(lengths),)
+
+
+@every_layout
+def test_spanning_documents_are_counted(layout: str) -> None:
+    assert cut([64, 64], ranks=2, layout=layout).spanning_documents == 0
+    assert cut([127, 1], ranks=2, layout=layout).spanning_documents == 1
+    assert cut([7], ranks=1, layout=layout).spanning_documents == 0
+
+
+@every_layout
+@pytest.mark.parametrize("lengths", [[2], [1, 7]], ids=str)
+def test_b19_document_shorter_than_a_head_tail_cut(lengths: list[int], layout: str) -> None:
+    made = cut(lengths, ranks=2, layout=layout)
+    assert [made.rows(rank) for rank in range(2)] == [sum(lengths) // 2] * 2
+    assert sorted(flat(made).tolist()) == list(range(sum(lengths)))
+
+
+@every_layout
+def test_b23_uneven_tokens_are_cut_exactly(layout: str) -> None:
+    made = cut([2999], ranks=4, layout=layout)
+    assert [made.rows(rank) for rank in range(4)] == [750, 750, 750, 749]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "layout", "message"),
+    [
+        ([8], 2, "zigzag", "longctx_layout='zigzag' is not built yet; use one of"),
+        ([8], 2, "Spread", "longctx_layout='Spread' is not built yet; use one of"),
+        ([8], 0, "spread", "at least one rank, got ranks=0"),
+        ([], 2, "spread", "documents of at least one token, got lengths []"),
+        ([8, 0, 3], 2, "contiguous", "documents of at least one token, got lengths [8, 0, 3]"),
+    ],
+)
+def test_bad_input_is_named(lengths: list[int], ranks: int, layout: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cut(lengths, ranks=ranks, layout=layout)
