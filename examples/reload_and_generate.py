@@ -2,7 +2,8 @@
 
     python examples/reload_and_generate.py outputs/smollm2-distca-cpu
 
-Exit code 1 when the checkpoint does not load, carries a foreign attention name, or generates nothing.
+Exit code 1 when the checkpoint does not load, carries a foreign attention name, or generates
+nothing.
 """
 
 import sys

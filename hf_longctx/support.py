@@ -1,7 +1,7 @@
 """What works under which name, and why not: one table for refusals, README and tests.
 
-Floor: support. A rule looks at one thing (a model's config, an attention call, training arguments) and
-gives the value that it refuses, or `None`. Nothing is ever downgraded in silence.
+Floor: support. A rule looks at one thing (a model's config, an attention call, training arguments)
+and gives the value that it refuses, or `None`. Nothing is ever downgraded in silence.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,12 +11,41 @@ from typing import Any
 NAMES = ("distca", "ring")  # attention names that are built
 PLANNED_NAMES = ("charm", "zeco_linear", "ulysses")
 
-_NO_INTERFACE = "bloom falcon mpt gpt_neo xglm rwkv rembert big_bird roformer fuyu".split()
-_RECURRENT = (
-    "mamba mamba2 falcon_mamba xlstm rwkv qwen3_next qwen3_5 qwen3_5_moe kimi_linear minimax bamba "
-    "falcon_h1 granitemoehybrid nemotron_h jamba lfm2 lfm2_moe zamba zamba2 recurrent_gemma "
-    "olmo_hybrid"
-).split()
+_NO_INTERFACE = [
+    "bloom",
+    "falcon",
+    "mpt",
+    "gpt_neo",
+    "xglm",
+    "rwkv",
+    "rembert",
+    "big_bird",
+    "roformer",
+    "fuyu",
+]
+_RECURRENT = [
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "xlstm",
+    "rwkv",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "kimi_linear",
+    "minimax",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "zamba",
+    "zamba2",
+    "recurrent_gemma",
+    "olmo_hybrid",
+]
 _SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -119,7 +148,9 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule("softcap", _field("attn_logit_softcapping"), "not built yet", _WITH_SDPA),
     Rule(
         "attention sinks",
-        _model_type("gpt_oss deepseek_v4 granite_swa granitemoe_swa mimo_v2_flash hy_v4".split()),
+        _model_type(
+            ["gpt_oss", "deepseek_v4", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "hy_v4"]
+        ),
         "not built yet",
         _WITH_SDPA,
     ),
@@ -139,9 +170,26 @@ MODEL_RULES: tuple[Rule, ...] = (
 )
 
 CALL_KEYWORDS = frozenset(
-    "position_ids use_cache cache_position num_items_in_batch labels shift_labels cu_seq_lens_q "
-    "cu_seq_lens_k max_length_q max_length_k seq_idx sliding_window output_hidden_states "
-    "return_dict logits_to_keep is_causal output_attentions longctx_batch".split()
+    [
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "num_items_in_batch",
+        "labels",
+        "shift_labels",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "sliding_window",
+        "output_hidden_states",
+        "return_dict",
+        "logits_to_keep",
+        "is_causal",
+        "output_attentions",
+        "longctx_batch",
+    ]
 )
 
 

@@ -3,8 +3,8 @@
     accelerate launch --config_file accelerate_configs/cpu_2.yaml recipes/sft.py \\
         --config recipes/smollm2/distca_cpu.yaml --max_steps 20
 
-A YAML file gives defaults, flags win over it. Data is a folder of text files, a JSONL file with a text
-field, or the name or path of a data set that `datasets` loads.
+A YAML file gives defaults, flags win over it. Data is a folder of text files, a JSONL file with a
+text field, or the name or path of a data set that `datasets` loads.
 """
 
 import argparse

@@ -7,7 +7,8 @@ H query heads, K key/value heads, D head size, R ranks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
@@ -267,3 +268,15 @@ def run_lock_step(plan: Plan, rows: Rows, *, seed: int = 0) -> Results:
         for there, back in zip(forward, backward, strict=True)
     ]
     return gather(plan.layout, shards)
+
+
+@contextmanager
+def nan_memory() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that whatever reads it shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(4).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

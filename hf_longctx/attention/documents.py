@@ -1,6 +1,7 @@
 """Keyword arguments of a forward without a batch object -> the documents that its rows hold.
 
-Floor: attention. Lengths come from `cu_seq_lens`, else from where `position_ids` do not go on by one.
+Floor: attention. Lengths come from `cu_seq_lens`, else from where `position_ids` do not go on by
+one.
 """
 
 from typing import Any
@@ -16,8 +17,8 @@ def local_documents(
 
     Args:
         batch, rows (`int`): Shape of the model's input.
-        position_ids (`Tensor`, *optional*): `[batch, rows]` or `[1, rows]`; a break is any step that
-            is not +1 (documents need not start at 0).
+        position_ids (`Tensor`, *optional*): `[batch, rows]` or `[1, rows]`; a break is any step
+            that is not +1 (documents need not start at 0).
         kwargs: May hold `cu_seq_lens_q` and `cu_seq_lens_k` (int, `[documents + 1]`).
 
     Raises:
@@ -31,8 +32,8 @@ def local_documents(
         return (rows,) * batch
     if position_ids.dim() != 2:
         raise ValueError(
-            f"position_ids of shape {tuple(position_ids.shape)} have several axes; hf_longctx needs "
-            "[batch, tokens], or cu_seq_lens_q"
+            f"position_ids of shape {tuple(position_ids.shape)} have several axes; give "
+            "hf_longctx [batch, tokens], or cu_seq_lens_q"
         )
     positions = position_ids.expand(batch, rows)
     if bool((positions[:, 1:] - positions[:, :-1] == 1).all()):

@@ -1,8 +1,9 @@
 """One attention call of a model -> the rows of this rank, run by a plan.
 
-Floor: attention. With a batch object the rows are this rank's share of its group's documents. Without
-one the hook is local, whatever groups exist: each document by itself, or the dense mask of a padded
-or cached call. Letters: B batch, S tokens of a row, H query heads, K key/value heads, D head size.
+Floor: attention. With a batch object the rows are this rank's share of its group's documents.
+Without one the hook is local, whatever groups exist: each document by itself, or the dense mask of
+a padded or cached call. Letters: B batch, S tokens of a row, H query heads, K key/value heads, D
+head size.
 """
 
 from typing import Any
@@ -114,8 +115,8 @@ def _local_program(query: Tensor, key: Tensor, window: int, kwargs: dict[str, An
     """The program of the documents that this call holds whole."""
     if query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"{query.shape[2]} queries met {key.shape[2]} keys without a mask; hf_longctx needs the "
-            "mask that Transformers makes for a cache"
+            f"{query.shape[2]} queries met {key.shape[2]} keys without a mask; hf_longctx needs "
+            "the mask that Transformers makes for a cache"
         )
     positions = kwargs.get("position_ids")
     bounds = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}

@@ -1,8 +1,8 @@
 """The mask side of our names: what Transformers asks for -> nothing, a window, or a dense mask.
 
-Floor: attention. Transformers calls `attention_mask` once per mask kind and forward. Causal, windowed and
-packed batches without padding or cache need no mask tensor: the hook derives documents itself. A
-padded batch, or one that decodes onto a cache, gets the dense mask that `sdpa` would get.
+Floor: attention. Transformers calls `attention_mask` once per mask kind and forward. Causal,
+windowed and packed batches without padding or cache need no mask tensor: the hook derives documents
+itself. A padded batch, or one that decodes onto a cache, gets the dense mask that `sdpa` would get.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Rank processes on this machine: started once, then sent one job after another.
 
-Floor: comm. `hf-longctx verify`, benchmarks and tests use them; training does not (there the launcher
-starts the ranks). Jobs are functions of an importable module, sent over local pipes.
+Floor: comm. `hf-longctx verify`, benchmarks and tests use them; training does not (there the
+launcher starts the ranks). Jobs are functions of an importable module, sent over local pipes.
 """
 
 import multiprocessing

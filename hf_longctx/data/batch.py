@@ -1,8 +1,8 @@
 """One micro-batch of one group, as a rank sees it: layout, plans and saved attention results.
 
-Floor: data. The object travels in the model's keyword arguments, under the key `longctx_batch`, from the
-collator to every attention layer. It pickles small: the layout goes along, plans are made again, and
-what ties it to a process (channel, saved tensors) stays behind.
+Floor: data. The object travels in the model's keyword arguments, under the key `longctx_batch`,
+from the collator to every attention layer. It pickles small: the layout goes along, plans are made
+again, and what ties it to a process (channel, saved tensors) stays behind.
 """
 
 from collections import Counter
@@ -61,7 +61,8 @@ class LongCtxBatch:
     Args:
         layout (`Layout`): Where every token of the group's batch lies.
         rank (`int`): This rank within the group.
-        tolerance (`float`, *optional*, defaults to 0.05): Allowed excess of a rank's attention work.
+        tolerance (`float`, *optional*, defaults to 0.05): Allowed excess of a rank's attention
+            work.
         budget (`int`, *optional*, defaults to 0): Tokens the batch could hold; 0 when unknown.
         filler (`int`, *optional*, defaults to 0): Tokens of filler documents (no targets).
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.

@@ -1,7 +1,7 @@
 """A pack of documents -> one rank's model inputs, with the batch object attached.
 
-Floor: data. Targets are shifted within each document before anything is cut; then each rank takes the
-rows that the layout gives it. Nothing is padded. Letters: T rows of this rank.
+Floor: data. Targets are shifted within each document before anything is cut; then each rank takes
+the rows that the layout gives it. Nothing is padded. Letters: T rows of this rank.
 """
 
 from collections.abc import Sequence

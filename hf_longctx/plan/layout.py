@@ -43,6 +43,10 @@ class Layout:
     ranks: int
     columns: np.ndarray
 
+    def __reduce__(self) -> tuple[type["Layout"], tuple[np.ndarray, int, np.ndarray]]:
+        """Pickle the columns alone: views are made again."""
+        return Layout, (self.lengths, self.ranks, self.columns)
+
     @cached_property
     def segments(self) -> tuple[Placed, ...]:
         """All segments as views on the columns, by rank and row."""

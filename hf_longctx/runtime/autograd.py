@@ -112,7 +112,7 @@ class _Phase(torch.autograd.Function):
             if layer.forget is not None:
                 layer.forget()
             run = layer.start(q, k, v, backward=True)
-            run.bind(_GRAD, grad_out=grads[0], out=out, lse=lse)
+            run.bind(_GRAD, grad_out=grads[0].contiguous(), out=out, lse=lse)
         layer.advance(ctx.phases - 1 - ctx.index)
         if ctx.index:
             rows = (None,) * (ctx.given - 1)  # detached: the first phase returns their gradients
@@ -128,17 +128,15 @@ def attend(layer: Layer, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[T
 
     Args:
         layer (`Layer`): The call; with `saved` set nothing is computed or sent.
-        q_THD, k_TKD, v_TKD (`Tensor`): The rank's own rows, any strides, one dtype.
+        q_THD, k_TKD, v_TKD (`Tensor`): The rank's own rows, of one dtype.
 
     Returns:
         `out [T, H, V]` in that dtype, differentiable, and `lse [T, H, 1]` (float32 or wider).
     """
+    given = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_THD, k_TKD, v_TKD)]
     phases = len(layer.program.forward)
-    if phases == 1:
-        return _Phase.apply(layer, 0, 1, q_THD, k_TKD, v_TKD)
-    token = _Phase.apply(layer, 0, phases, q_THD, k_TKD, v_TKD)
-    rows = q_THD.detach(), k_TKD.detach(), v_TKD.detach()
+    token = _Phase.apply(layer, 0, phases, *given)
+    rows = [t.detach() for t in given]
     for index in range(1, phases):
-        given = (token, *rows) if index == phases - 1 else (token,)
-        token = _Phase.apply(layer, index, phases, *given)
+        token = _Phase.apply(layer, index, phases, token, *(rows if index == phases - 1 else ()))
     return token

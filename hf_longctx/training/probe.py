@@ -1,7 +1,7 @@
 """A model and a name -> a tiny forward that shows whether the model really does what we rely on.
 
-Floor: training. Three tokens, no exchange, before the first step: does attention reach our hook with
-the batch object, does the loss take `shift_labels`, do positions matter?
+Floor: training. Three tokens, no exchange, before the first step: does attention reach our hook
+with the batch object, does the loss take `shift_labels`, do positions matter?
 """
 
 import inspect

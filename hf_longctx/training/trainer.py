@@ -1,8 +1,9 @@
 """`Trainer` over batches that a group of ranks shares: a cooperative mixin and a ready class.
 
 Floor: training. The mixin builds the data loaders (documents in, packs out), binds this process's
-channel to each batch, and weighs the evaluation loss by tokens. Trainer's own loss arithmetic is exact
-here: every rank gives `labels` and `shift_labels` of different tokens, and the count is global.
+channel to each batch, and weighs the evaluation loss by tokens. Trainer's own loss arithmetic is
+exact here: every rank gives `labels` and `shift_labels` of different tokens, and the count is
+global.
 """
 
 import logging
@@ -35,8 +36,9 @@ _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer co
 class LongCtxTrainerMixin(_Base):
     """Makes a Trainer whose loss is a sum over tokens run on shared batches.
 
-    Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model carries one
-    of our attention names; data sets hold documents (`input_ids`, optional `labels`), not batches.
+    Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model carries
+    one of our attention names; data sets hold documents (`input_ids`, optional `labels`), not
+    batches.
 
     Raises:
         ValueError: at construction, for anything that would not be exact; see `support`.
@@ -267,8 +269,8 @@ class LongCtxTrainerMixin(_Base):
 
     def longctx_summary(self) -> dict[str, Any]:
         """What the run did: see `training.report.summary`."""
-        history = self.state.log_history
-        return summary(history, ranks=self.longctx_group.size, spanning=self._spanning)
+        spanning = self._spanning + self._report.spanning
+        return summary(self.state.log_history, ranks=self.longctx_group.size, spanning=spanning)
 
 
 def _refuse_hooks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

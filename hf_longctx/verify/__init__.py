@@ -1,1 +1,3 @@
-"""Compares a model under one of our names, over ranks, with one process that runs each document alone."""
+"""Compares a model under one of our names, over ranks, with one process that runs each document
+alone.
+"""

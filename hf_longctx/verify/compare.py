@@ -1,7 +1,7 @@
 """Rank results and one-process references -> the errors and counts that `hf-longctx verify` prints.
 
-Floor: verify. The bounds and the two references are those of the design: the naive float64 twin, and
-stock Transformers in float32; each runs every document alone.
+Floor: verify. The bounds and the two references are those of the design: the naive float64 twin,
+and stock Transformers in float32; each runs every document alone.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,9 @@ class Reference:
 
 
 def case_lengths(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Documents of the batches: ending on, before and after rank edges, one of a token, odd ones, and
-    one that spans every rank."""
+    """Documents of the batches: ending on, before and after rank edges, one of a token, odd ones,
+    and one that spans every rank.
+    """
     total = ROWS * ranks
     on_edge = (1, 127, ROWS - 128) + (ROWS,) * (ranks - 1)
     near_edge = (ROWS - 1, 2) + (total - ROWS - 1 - 60, 59) if ranks > 1 else (ROWS - 1, 1)

@@ -76,8 +76,9 @@ def precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
 def backward(loss: Tensor) -> None:
     """Backpropagate with the precision mode still on.
 
-    `Tensor.backward` and `torch.autograd.backward` hand over to the mode, which is off inside its own
-    handler, so layers that recompute there would go back to float32; the engine does not ask it.
+    `Tensor.backward` and `torch.autograd.backward` hand over to the mode, which is off inside its
+    own handler, so layers that recompute there would go back to float32; the engine does not ask
+    it.
     """
     ones = torch.ones_like(loss)
     _engine_run_backward((loss,), (ones,), False, False, (), True, True)
