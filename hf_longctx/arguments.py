@@ -14,6 +14,7 @@ from .support import refuse_arguments
 _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_layout": ("auto", "contiguous", "spread"),
     "longctx_balance": ("none", "tokens"),
+    "longctx_overflow": ("error", "split", "truncate"),
     "longctx_overlap": ("none",),
     "longctx_servers": (0,),
     "longctx_server_devices": (None,),

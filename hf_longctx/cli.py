@@ -10,7 +10,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +130,22 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _show(report: dict[str, Any], path: str | None) -> None:
-    width = max(len(key) for key in report)
-    for key, value in report.items():
+    lines = dict(_flat(report))
+    width = max(len(key) for key in lines)
+    for key, value in lines.items():
         shown = f"{value:.3g}" if isinstance(value, float) else value
         print(f"{key:<{width}}  {shown}")
     if path:
         Path(path).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _flat(report: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A report's figures; those of a nested report as `outer.inner`."""
+    for key, value in report.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _add_bench(commands: Any) -> None:
@@ -157,7 +167,7 @@ def _add_bench(commands: Any) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     from .bench import distca, packed
 
-    benches = {"packed": packed.run, "distca": distca.run}
+    benches: dict[str, Callable[[], dict[str, Any]]] = {"packed": packed.run, "distca": distca.run}
     _show(benches[arguments.name](), arguments.json)
     return 0
 

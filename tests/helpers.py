@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,6 +41,13 @@ GOLDEN_2 = [
     [23264, 3312, 12000, 9568, 6400, 7936, 2656, 2400]
     + [10320, 22608, 1840, 6080, 10304, 5648, 4848, 1888],
 ]
+
+
+def examples(number: int) -> settings:
+    """So many examples, however slow the machine is at the moment."""
+    return settings(
+        max_examples=number, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
 @st.composite

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from helpers import plans
-from hypothesis import given, settings
+from helpers import examples, plans
+from hypothesis import given
 
 from hf_longctx.plan import scan
 from hf_longctx.plan.check import PlanError, check, lock_step
@@ -172,7 +172,7 @@ def busy_plan(algorithm: str) -> Plan:
 
 
 @given(plan=plans(ranks=5))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_plan_is_accepted(plan: Plan) -> None:
     check(plan)
 
@@ -255,7 +255,7 @@ def in_document(plan: Plan, op: Attend, document: int) -> bool:
 
 
 @given(plan=plans(ranks=3))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_programs_survive_json(plan: Plan) -> None:
     for rank in range(plan.layout.ranks):
         program = plan.program(rank)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import GOLDEN_1, GOLDEN_2, LENGTHS, WINDOWS
-from hypothesis import given, settings
+from helpers import GOLDEN_1, GOLDEN_2, LENGTHS, WINDOWS, examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.plan.cost import LayerKind, entries, keys_seen
@@ -192,7 +192,7 @@ def test_a_donor_whose_granule_no_gap_holds_is_relieved_within_the_tolerance() -
 
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 6), layout=st.sampled_from(LAYOUTS), window=WINDOWS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_infinite_tolerance_moves_nothing(
     lengths: list[int], ranks: int, layout: str, window: int
 ) -> None:
@@ -208,7 +208,7 @@ def test_infinite_tolerance_moves_nothing(
     window=WINDOWS,
     tolerance=st.sampled_from([0.0, 0.05, 0.3]),
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_work_is_conserved_and_cut_at_the_granule(
     lengths: list[int], ranks: int, layout: str, window: int, tolerance: float
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-from helpers import SCALE, Results, Rows, differentiate, nan_memory, reference
-from hypothesis import given, settings
+from helpers import SCALE, Results, Rows, differentiate, examples, nan_memory, reference
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -114,7 +115,7 @@ def one_span(q_len: int, k_len: int, *, heads: int = 2, kv_heads: int = 1, seed:
 
 
 @given(q=RUN, k=RUN, window=st.sampled_from([0, 1, 2, 3, 20, 59, 300]))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_pieces_cover_each_visible_pair_once(
     q: tuple[int, int], k: tuple[int, int], window: int
 ) -> None:
@@ -147,8 +148,9 @@ def test_rows_without_keys_are_in_no_piece() -> None:
 def test_short_documents_share_calls() -> None:
     same = calls([s.task() for s in whole_documents([32] * 64)], window=0)
     assert [len(call.q_lens) for call in same] == [64]
-    mixed = calls([s.task() for s in whole_documents(list(range(100, 140)))], window=0)
-    assert [len(call.q_lens) for call in mixed] == [13, 15, 12]  # within an eighth of each other
+    mixed = calls([s.task() for s in whole_documents([*range(16, 32)] * 4)], window=0)
+    assert len(mixed) < 8
+    assert all(call.q_lens.max() <= 1.125 * call.q_lens.min() for call in mixed)
     long = calls([s.task() for s in whole_documents([600, 600])], window=0)
     assert [len(call.q_lens) for call in long] == [1, 1]
 
@@ -160,7 +162,7 @@ def test_short_documents_share_calls() -> None:
     heads=st.sampled_from([(2, 2), (2, 1), (6, 3)]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_any_rows_against_any_keys(
     q: tuple[int, int], k: tuple[int, int], window: int, heads: tuple[int, int], seed: int
 ) -> None:
@@ -183,7 +185,7 @@ def test_any_rows_against_any_keys(
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_packed_documents(heads: int, kv_heads: int, window: int, dtype: torch.dtype) -> None:
-    lengths = [700, 1, 3, 129, 130, 131, 2, 260, 1]
+    lengths = [700, 1, 3, 29, 30, 31, 2, 257, 1, 130]
     rows = Rows.random(sum(lengths), heads=heads, kv_heads=kv_heads, head_dim=8)
     right = reference(rows, lengths, window=window)
     ours = both(rows.to(dtype), whole_documents(lengths), window=window)
@@ -195,10 +197,8 @@ def test_packed_documents(heads: int, kv_heads: int, window: int, dtype: torch.d
     window=st.sampled_from([0, 1, 9]),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=40, deadline=None)
-def test_many_short_documents_in_any_order(
-    lengths: list[int], window: int, order: np.random.Generator
-) -> None:
+@examples(40)
+def test_many_short_documents_in_any_order(lengths: list[int], window: int, order: Random) -> None:
     rows = Rows.random(sum(lengths))
     spans = whole_documents(lengths)
     order.shuffle(spans)
@@ -208,30 +208,20 @@ def test_many_short_documents_in_any_order(
 
 
 def test_tasks_touch_only_their_own_rows() -> None:
-    lengths, gap = [5, 40, 41, 1], 3
-    tight = Rows.random(sum(lengths))
-    kept = torch.cat(
-        [
-            start + gap * (1 + d) + torch.arange(n)
-            for d, (start, n) in enumerate(
-                zip(np.cumsum([0, *lengths[:-1]]).tolist(), lengths, strict=True)
-            )
-        ]
-    )
-    loose = {}
-    for name in ("q", "k", "v", "grad"):
-        wide = getattr(tight, name)
-        loose[name] = torch.full((len(wide) + gap * 5, *wide.shape[1:]), float("nan")).double()
-        loose[name][kept] = wide
+    lengths, starts = [5, 40, 41, 1], [3, 11, 54, 98]
+    own = torch.cat([start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)])
+    rows = Rows.random(102)
+    tight = Rows(**{name: getattr(rows, name)[own] for name in Rows.__slots__})
+    others = torch.ones(102, dtype=torch.bool).index_fill(0, own, False)
+    for name in Rows.__slots__:
+        getattr(rows, name)[others] = float("nan")
     spans = [
         Span(q_pos=0, q_len=n, k_pos=0, k_len=n, q=start, k=start)
-        for start, n in zip(kept[np.cumsum([0, *lengths[:-1]])].tolist(), lengths, strict=True)
+        for start, n in zip(starts, lengths, strict=True)
     ]
-    ours = both(Rows(**loose), spans)
-    right = reference(tight, lengths)
-    others = torch.ones(len(ours.out), dtype=torch.bool).index_fill(0, kept, False)
+    ours, right = both(rows, spans), reference(tight, lengths)
     for name in Results.__slots__:
-        assert (getattr(ours, name)[kept] - getattr(right, name)).abs().max() < 1e-12
+        assert (getattr(ours, name)[own] - getattr(right, name)).abs().max() < 1e-12
         assert getattr(ours, name)[others].eq(0).all()
 
 
@@ -285,6 +275,7 @@ LSE = st.sampled_from([float("-inf"), -200.0, -1.0, 0.0, 3.0, 88.0, 100.0])
 
 
 @given(lse=st.lists(LSE, min_size=2, max_size=5))
+@examples(100)
 def test_merge_is_the_softmax_in_any_order(lse: list[float]) -> None:
     logs = torch.tensor(lse)
     outs = torch.where(logs.isneginf(), 0.0, torch.arange(1.0, len(lse) + 1))[:, None]

@@ -7,8 +7,8 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from helpers import GOLDEN_2, LENGTHS
-from hypothesis import given, settings
+from helpers import GOLDEN_2, LENGTHS, examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.intervals import intersect, length, subtract, union
@@ -18,7 +18,6 @@ from hf_longctx.plan.layout import GRANULE, LAYOUTS, Layout, cut
 RANKS = st.integers(1, 9)
 RANGES = st.tuples(st.integers(0, 20), st.integers(0, 20))
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-quick = settings(max_examples=60, deadline=None)
 
 
 def tokens(*ranges: tuple[int, int]) -> set[int]:
@@ -36,6 +35,7 @@ def flat(layout: Layout) -> np.ndarray:
     return np.concatenate([layout.flat_rows(rank) for rank in range(layout.ranks)])
 
 
+@examples(100)
 @given(a=RANGES, b=RANGES, more=st.lists(RANGES, max_size=5))
 def test_intervals_are_sets_of_tokens(
     a: tuple[int, int], b: tuple[int, int], more: list[tuple[int, int]]
@@ -52,7 +52,7 @@ def test_intervals_are_sets_of_tokens(
         assert all(before[1] < after[0] for before, after in gaps)
 
 
-@quick
+@examples(60)
 @given(lengths=LENGTHS, ranks=RANKS, layout=st.sampled_from(LAYOUTS))
 def test_each_token_lies_once_and_ranks_differ_by_one(
     lengths: list[int], ranks: int, layout: str
@@ -76,14 +76,14 @@ def test_each_token_lies_once_and_ranks_differ_by_one(
         assert union((s.start, s.stop) for s in held) == ((0, lengths[document]),)
 
 
-@quick
+@examples(60)
 @given(lengths=LENGTHS, ranks=RANKS, layout=st.sampled_from(LAYOUTS))
 def test_inverse_restores_document_order(lengths: list[int], ranks: int, layout: str) -> None:
     made = cut(lengths, ranks=ranks, layout=layout)
     assert (flat(made)[made.inverse()] == np.arange(sum(lengths))).all()
 
 
-@quick
+@examples(60)
 @given(lengths=LENGTHS, ranks=RANKS)
 def test_contiguous_lays_documents_end_to_end(lengths: list[int], ranks: int) -> None:
     assert (flat(cut(lengths, ranks=ranks, layout="contiguous")) == np.arange(sum(lengths))).all()
@@ -115,7 +115,8 @@ def test_spread_widths_follow_the_room_that_longer_documents_leave() -> None:
 def test_spread_balances_golden_2() -> None:
     lengths = list(chain.from_iterable(GOLDEN_2))
     assert max_over_mean(work(cut(lengths, ranks=8, layout="contiguous"))) > 1.9
-    assert max_over_mean(work(cut(lengths, ranks=8, layout="spread"))) <= 1.06
+    balance = max_over_mean(work(cut(lengths, ranks=8, layout="spread")))
+    assert balance == pytest.approx(1.0347, abs=5e-5)  # at most 1.06 is asked for
 
 
 @every_layout

@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from helpers import lock_step, whole
-from hypothesis import given, settings
+from helpers import examples, lock_step, whole
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -231,7 +231,7 @@ def test_outputs_and_gradients_of_documents(ranks: int, pieces: int, lengths: li
     seed=st.integers(0, 1000),
     data=st.data(),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_uneven_shards_in_any_order_of_arrival(
     lengths: list[int], ranks: int, pieces: int, seed: int, data: st.DataObject
 ) -> None:

@@ -7,7 +7,7 @@ itself. A padded batch, or one that decodes onto a cache, gets the dense mask th
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,14 @@ from transformers.masking_utils import sdpa_mask
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """Stands for the mask of a layer whose rows see `size` keys, themselves included."""
+    """Stands for the mask of a layer whose rows see `size` keys, themselves included.
+
+    `generate` asks for masks ahead of a forward and hands them back as the model's
+    `attention_mask`, whose number of axes Transformers looks at.
+    """
 
     size: int
+    ndim: ClassVar[int] = 0
 
 
 def attention_mask(
@@ -28,7 +33,7 @@ def attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | SlidingWindow | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: Any = None,
@@ -53,6 +58,8 @@ def attention_mask(
             f"attention_chunk_size={chunk}: chunked layers are not computed by hf_longctx yet; "
             "load the model with attn_implementation='sdpa'"
         )
+    if isinstance(attention_mask, SlidingWindow):
+        attention_mask = None  # made by an earlier call, which found no padding
     padded = attention_mask is not None and not bool(attention_mask.all())
     if padded or q_length != kv_length or int(q_offset) or kv_offset:
         kwargs.pop("allow_is_causal_skip", None)

@@ -113,7 +113,13 @@ class GlooChannel:
     def agree(self, number: int, *, what: str) -> None:
         """One small all-reduce; `number` must lie in [0, 2**63)."""
         both = torch.tensor([number, -number], dtype=torch.int64)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+        try:
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            raise ExchangeError(
+                f"rank {self.rank}: comparing {what} did not finish: {cause}"
+            ) from error
         _same(int(both[0]), -int(both[1]), number, self.rank, what)
 
 

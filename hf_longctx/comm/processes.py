@@ -56,6 +56,7 @@ class RankPool:
         self.ranks, self.timeout = ranks, timeout
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "RankPool":
         return self
@@ -75,8 +76,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        folder = tempfile.mkdtemp(prefix="hf_longctx_ranks_")
-        store = os.path.join(folder, "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="hf_longctx_ranks_")
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -131,6 +132,8 @@ class RankPool:
                 process.kill()
                 process.join()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) -> None:

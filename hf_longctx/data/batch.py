@@ -65,6 +65,8 @@ class LongCtxBatch:
             work.
         budget (`int`, *optional*, defaults to 0): Tokens the batch could hold; 0 when unknown.
         filler (`int`, *optional*, defaults to 0): Tokens of filler documents (no targets).
+        contents (`int`, *optional*, defaults to 0): A number that stands for the documents, so that
+            ranks with other documents of the same lengths are found out.
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
     """
 
@@ -73,12 +75,13 @@ class LongCtxBatch:
     tolerance: float = 0.05
     budget: int = 0
     filler: int = 0
+    contents: int = 0
     runtime: Any = None
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[str, LayerKind], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "rank", "tolerance", "budget", "filler")
+        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -94,8 +97,8 @@ class LongCtxBatch:
         return self._plans[key]
 
     def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
-        """One non-negative int64 that stands for the plans of the given layer kinds."""
-        number = 0
+        """One non-negative int64 that stands for the documents and for the plans of layer kinds."""
+        number = self.contents
         for kind in kinds:
             number ^= self.plan(algorithm, kind).digest
         return number

@@ -5,8 +5,9 @@ the rows that the layout gives it. Nothing is padded. Letters: T rows of this ra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -71,20 +72,25 @@ class LongCtxCollator:
             lengths.append(filler)
         layout = cut(lengths, ranks=self.ranks, layout=self.layout)
         columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": [], "shift_labels": []}
-        for segment in layout.of_rank(self.rank):
-            rows = slice(segment.start, segment.stop)
-            if segment.document == len(pack):
-                of_piece = _filler(filler)
-            else:
-                of_piece = _read(documents, pack[segment.document])
-            for name, values in of_piece.items():
-                columns[name].append(values[rows])
+        segments = layout.of_rank(self.rank)
+        held = {
+            d: _filler(filler) if d == len(pack) else _read(documents, pack[d])
+            for d in {segment.document for segment in segments}
+        }
+        for segment in segments:
+            for name, values in held[segment.document].items():
+                columns[name].append(values[segment.start : segment.stop])
         inputs: dict[str, Any] = {
             name: torch.from_numpy(np.concatenate(runs))[None] for name, runs in columns.items()
         }
         inputs["position_ids"] = torch.from_numpy(layout.positions(self.rank))[None]
         inputs[KEY] = LongCtxBatch(
-            layout, self.rank, tolerance=self.tolerance, budget=self.budget, filler=filler
+            layout,
+            self.rank,
+            tolerance=self.tolerance,
+            budget=self.budget,
+            filler=filler,
+            contents=crc32(np.asarray([astuple(piece) for piece in pack], "<i8").tobytes()),
         )
         return inputs
 

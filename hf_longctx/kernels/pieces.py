@@ -6,14 +6,17 @@ and, under a window, bands with a small dense mask. Short squares of similar len
 padding at the end of a causal square is never seen by its real rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from .rows import Rows
+
 FULL, CAUSAL, BAND = "full", "causal", "band"
-_BATCHED_ROWS = 512  # longer pieces fill the kernel alone
+_SQUARE = 256  # rows of a causal square in a backward, at most
+_BATCHED_ROWS = 32  # gathering longer pieces costs more than calls of their own
 _BATCHED_KEYS = 65_536  # rows of gathered keys in one call, at most
 _PADDING = 1.125  # longest over shortest square of a batch
 
@@ -61,6 +64,23 @@ def pieces(q_pos: int, q_len: int, k_pos: int, k_len: int, *, window: int) -> li
     return found
 
 
+def _halved(piece: Piece) -> Iterator[Piece]:
+    """Cut a causal square into small ones along the diagonal and full rectangles below it.
+
+    The kernel computes whole blocks on the diagonal, half of each in vain. Gradients of pieces just
+    add up, so cutting pays in a backward; in a forward, merging the pieces costs what is saved.
+    """
+    n = piece.q_len
+    if piece.mask != CAUSAL or n <= _SQUARE:
+        yield piece
+        return
+    half = -(-n // 2 // 64) * 64
+    yield from _halved(piece._replace(q_len=half, k_len=half))
+    lower = piece._replace(q=piece.q + half, q_len=n - half)
+    yield lower._replace(mask=FULL, k_len=half)
+    yield from _halved(lower._replace(k=piece.k + half, k_len=n - half))
+
+
 def _bands(q_pos: int, first: int, last: int, k_pos: int, stop: int, window: int) -> list[Piece]:
     """Tiles of rows with the keys that any of them sees."""
     tile = min(max(window, 128), 512)
@@ -91,14 +111,14 @@ class Call:
 
     Args:
         mask (`str`): `full`, `causal` or `band`.
-        rows (`dict[str, np.ndarray]`): Role -> first row of each piece, int64.
+        rows (`dict[str, Rows]`): Role -> the rows of each piece.
         q_lens, k_lens (`np.ndarray`): Rows and keys of each piece, int64.
         shift (`int`): As in `Piece`.
         merges (`bool`): As in `Piece`.
     """
 
     mask: str
-    rows: dict[str, np.ndarray]
+    rows: dict[str, Rows]
     q_lens: np.ndarray
     k_lens: np.ndarray
     shift: int
@@ -110,29 +130,24 @@ class _Batch:
     pieces: list[tuple[Task, Piece]] = field(default_factory=list)
 
     def call(self) -> Call:
-        piece = self.pieces[0][1]
-        roles = self.pieces[0][0].rows
-        return Call(
-            piece.mask,
-            {
-                role: np.asarray(
-                    [t.rows[role] + (p.k if role in ("kv", "dkv") else p.q) for t, p in self.pieces]
-                )
-                for role in roles
-            },
-            np.asarray([p.q_len for _, p in self.pieces]),
-            np.asarray([p.k_len for _, p in self.pieces]),
-            piece.shift,
-            piece.merges,
-        )
+        task, piece = self.pieces[0]
+        q_lens = np.asarray([p.q_len for _, p in self.pieces])
+        k_lens = np.asarray([p.k_len for _, p in self.pieces])
+        rows = {}
+        for role in task.rows:
+            keys = role in ("kv", "dkv")
+            starts = [t.rows[role] + (p.k if keys else p.q) for t, p in self.pieces]
+            rows[role] = Rows(np.asarray(starts), k_lens if keys else q_lens)
+        return Call(piece.mask, rows, q_lens, k_lens, piece.shift, piece.merges)
 
 
 def calls(tasks: Iterable[Task], *, window: int) -> tuple[Call, ...]:
     """The kernel calls of tasks on the same arrays; merging pieces follow those they merge with."""
     cut = [
-        (task, piece)
+        (task, part)
         for task in tasks
         for piece in pieces(task.q_pos, task.q_len, task.k_pos, task.k_len, window=window)
+        for part in (_halved(piece) if "dq" in task.rows else (piece,))
     ]
     # equal keys stand together; merging pieces last
     order = sorted(range(len(cut)), key=lambda i: (_shape(cut[i][1]), i))

@@ -6,7 +6,6 @@ size. Arrays are `[T, heads, D]`; partials and gradients are accumulated in floa
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,54 +17,11 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class _Rows:
-    """n runs of rows of an array: read as `[n, heads, L, D]`, written or added back unpadded."""
-
-    def __init__(self, starts: np.ndarray, lens: np.ndarray) -> None:
-        self.n, self.longest = len(starts), int(lens.max())
-        self.first = int(starts[0])
-        steps = np.diff(starts)
-        self.regular = bool((lens == self.longest).all() and (steps == self.longest).all())
-        if not self.regular:
-            offset = np.arange(self.longest)
-            self.index = torch.from_numpy(starts[:, None] + np.minimum(offset, lens[:, None] - 1))
-            self.real = torch.from_numpy(offset < lens[:, None])
-
-    def _view(self, array: Tensor) -> Tensor:
-        rows = array[self.first : self.first + self.n * self.longest]
-        return rows.unflatten(0, (self.n, self.longest))
-
-    def read(self, array: Tensor) -> Tensor:
-        """`[n, heads, L, ...]`; rows past a run's end repeat its last row."""
-        return (self._view(array) if self.regular else array[self.index]).transpose(1, 2)
-
-    def read_zero_padded(self, array: Tensor) -> Tensor:
-        """As `read`, with zeros past a run's end."""
-        read = self.read(array)
-        return read if self.regular else read * self.real[:, None, :, None]
-
-    def write(self, array: Tensor, values: Tensor) -> None:
-        """Store `[n, heads, L, ...]` in the array's rows."""
-        values = values.transpose(1, 2)
-        if self.regular:
-            self._view(array).copy_(values)
-        else:
-            array[self.index[self.real]] = values[self.real].to(array.dtype)
-
-    def add(self, array: Tensor, values: Tensor) -> None:
-        """Add `[n, heads, L, ...]` to the array's rows; a row may stand in several runs."""
-        values = values.transpose(1, 2)
-        if self.regular:
-            self._view(array).add_(values)
-        else:
-            array.index_add_(0, self.index[self.real], values[self.real].to(array.dtype))
-
-
 def _mask(call: Call, window: int, like: Tensor) -> Tensor | None:
     """A band's additive mask `[q, k]`; `None` where the kernel needs none."""
     if call.mask != BAND:
         return None
-    rows, keys = int(call.q_lens[0]), int(call.k_lens[0])
+    rows, keys = call.rows["q"].longest, call.rows["kv"].longest
     distance = call.shift + torch.arange(rows)[:, None] - torch.arange(keys)[None, :]
     seen = (distance >= 0) & (distance < window)
     return torch.zeros(rows, keys, dtype=like.dtype).masked_fill(~seen, float("-inf"))
@@ -74,7 +30,7 @@ def _mask(call: Call, window: int, like: Tensor) -> Tensor | None:
 def attend(call: Call, *, q: Fields, kv: Fields, into: Fields, scale: float, window: int) -> None:
     """Compute a call's partials `(out, lse)` and store them in `into`, or merge them with what
     earlier pieces of the same rows left there."""
-    rows, keys = _Rows(call.rows["q"], call.q_lens), _Rows(call.rows["kv"], call.k_lens)
+    rows, keys, target = (call.rows[role] for role in ("q", "kv", "into"))
     query = rows.read(q["q"])
     out, lse = _forward(
         query,
@@ -85,7 +41,6 @@ def attend(call: Call, *, q: Fields, kv: Fields, into: Fields, scale: float, win
         attn_mask=_mask(call, window, query),
         scale=scale,
     )
-    target = _Rows(call.rows["into"], call.q_lens)
     if call.merges:
         wide = into["lse"].dtype
         before = target.read(into["out"]).to(wide), target.read(into["lse"])[..., 0]
@@ -110,8 +65,7 @@ def attend_grad(
     `grad` holds the output's gradient and the *final* out and lse of each row, so a piece that saw
     only some of a row's keys gives its exact share.
     """
-    rows, keys = _Rows(call.rows["q"], call.q_lens), _Rows(call.rows["kv"], call.k_lens)
-    given = _Rows(call.rows["grad"], call.q_lens)
+    rows, keys, given = (call.rows[role] for role in ("q", "kv", "grad"))
     query = rows.read(q["q"])
     d_query, d_key, d_value = _backward(
         given.read_zero_padded(grad["grad_out"]),
@@ -125,6 +79,7 @@ def attend_grad(
         attn_mask=_mask(call, window, query),
         scale=scale,
     )
-    _Rows(call.rows["dq"], call.q_lens).add(dq["dq"], d_query)
-    _Rows(call.rows["dkv"], call.k_lens).add(dkv["dk"], d_key)
-    _Rows(call.rows["dkv"], call.k_lens).add(dkv["dv"], d_value)
+    # Rows of padding got no output gradient and are the only ones that see padding: theirs is zero.
+    call.rows["dq"].add(dq["dq"], d_query)
+    call.rows["dkv"].add(dkv["dk"], d_key)
+    call.rows["dkv"].add(dkv["dv"], d_value)

@@ -66,14 +66,17 @@ def sent_in_layer(program: Program, widths: Widths) -> int:
 
 
 def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]:
-    """First and last operation (counted over the direction's phases) that touches each array."""
+    """First and last operation (counted over the direction's phases) that touches each array.
+
+    A post copies what it sends; only what it receives is touched again by its wait.
+    """
     spans: dict[int, tuple[int, int]] = {}
     posted: dict[int, Post] = {}
     number = 0
     for phase in program.backward if backward else program.forward:
         for op in phase:
             if isinstance(op, Post):
-                posted[op.tag] = op
+                posted[op.tag] = op._replace(sends=())
             touched = blocks_of(posted[op.tag] if isinstance(op, Wait) else op)
             for block in touched:
                 first, _ = spans.get(block.array, (number, number))

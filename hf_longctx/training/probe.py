@@ -44,7 +44,9 @@ def probe(model: Any, *, name: str) -> None:
 def _probe(model: Any, of: str, name: str) -> None:
     device = next(model.parameters()).device
     batch = LongCtxBatch(cut([3], ranks=1, layout="contiguous"), 0, runtime=Runtime())
-    tokens = torch.zeros(1, 3, dtype=torch.long, device=device)
+    config = model.config.get_text_config(decoder=True)
+    # three different ones: among equal values, attention weights (and so positions) do not matter
+    tokens = torch.arange(3, device=device)[None] % config.vocab_size
     inputs = {
         "input_ids": tokens,
         "labels": tokens,
@@ -55,8 +57,7 @@ def _probe(model: Any, of: str, name: str) -> None:
     }
     positions = torch.arange(3, device=device)[None]
     output = model(**inputs, position_ids=positions)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    called = batch.runtime.account.calls
+    layers, called = config.num_hidden_layers, batch.runtime.account.calls
     if called != layers:
         raise ValueError(
             f"{of} has {layers} layers but called {name} {called} times with its batch object: "

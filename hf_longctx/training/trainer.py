@@ -45,8 +45,13 @@ class LongCtxTrainerMixin(_Base):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse_hooks(args, kwargs)
+        _refuse_collator(args, kwargs)
         super().__init__(*args, **kwargs)
+        if self.compute_loss_func is not None:
+            raise ValueError(
+                "compute_loss_func would see one rank's labels and shift them again; leave it out "
+                "and use the model's own loss"
+            )
         if not hasattr(self.args, "longctx_max_tokens_per_rank"):
             raise ValueError(
                 f"args is a {type(self.args).__name__} without longctx_* fields; use "
@@ -57,13 +62,12 @@ class LongCtxTrainerMixin(_Base):
         self._lengths: dict[int, tuple[Any, Any]] = {}
         self._report = StepReport()
         self._spanning = 0
-        self._logged = (0, 0.0)  # bytes and seconds at the last log
+        self._logged = torch.zeros(2, dtype=torch.float64)  # `_exchanged` at the last log
         self._evaluated: TokenWeightedLoss | None = None
-        name = getattr(self.args, "longctx_attention", None)
-        if name and self.longctx_attention != name:
-            self.model.set_attn_implementation(name)
         if self.longctx_attention in NAMES:
             self._adopt()
+        else:
+            self._restore_name(self.args, source="the training arguments")
         self._check_data()
         self.longctx_runtime = join(self.longctx_group)
         self.add_callback(LongCtxCallback(self))
@@ -179,18 +183,20 @@ class LongCtxTrainerMixin(_Base):
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train; a resumed run takes its attention name from the checkpoint's arguments."""
         if resume_from_checkpoint and self.longctx_attention not in NAMES:
-            self._restore_name(resume_from_checkpoint)
+            last = resume_from_checkpoint is True
+            checkpoint = (
+                get_last_checkpoint(self.args.output_dir) if last else resume_from_checkpoint
+            )
+            path = os.path.join(str(checkpoint), "training_args.bin")
+            if os.path.isfile(path):
+                self._restore_name(torch.load(path, weights_only=False), source=path)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def _restore_name(self, checkpoint: Any) -> None:
-        """Run under the attention name that a checkpoint's training arguments hold."""
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir)
-        path = os.path.join(str(checkpoint), "training_args.bin")
-        kept = torch.load(path, weights_only=False) if os.path.isfile(path) else None
+    def _restore_name(self, kept: Any, *, source: str) -> None:
+        """Run under the attention name that the arguments of an earlier run hold, if they do."""
         name = getattr(kept, "longctx_attention", None)
         if name:
-            logger.warning("resuming with attn_implementation=%r from %s", name, path)
+            logger.warning("resuming with attn_implementation=%r from %s", name, source)
             self.model.set_attn_implementation(name)
             self._adopt()
 
@@ -237,7 +243,7 @@ class LongCtxTrainerMixin(_Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, with a loss that is the mean over all targets of the set."""
-        self._evaluated = TokenWeightedLoss()
+        self._evaluated, before = TokenWeightedLoss(), self._exchanged()
         try:
             output = super().evaluation_loop(*args, **kwargs)
             key = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
@@ -245,23 +251,26 @@ class LongCtxTrainerMixin(_Base):
                 output.metrics[key] = self._evaluated.mean(self.accelerator)
         finally:
             self._evaluated = None
+            self._logged += self._exchanged() - before  # the log is about training steps
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the balance, bytes and waiting time of the steps since the last log."""
-        if "loss" in logs and self._report.tokens:
+        if "loss" in logs and self._report.budget:  # tokens may be 0: a group had filler only
             self._spanning += self._report.spanning
             logs = {**logs, **self._report.logs(), **self._moved()}
             self._report = StepReport()
         super().log(logs, *args, **kwargs)
 
+    def _exchanged(self) -> Tensor:
+        """Bytes that this rank has sent and seconds that it has waited, float64 `[2]`."""
+        runtime = self.longctx_runtime
+        return torch.tensor([runtime.sent_bytes, runtime.account.waited], dtype=torch.float64)
+
     def _moved(self) -> dict[str, float]:
         """Bytes sent by all trainers and the longest wait of any, since the last log."""
-        now = self.longctx_runtime.sent_bytes, self.longctx_runtime.account.waited
-        change = [now[0] - self._logged[0], now[1] - self._logged[1]]
-        self._logged = now
-        rows = torch.tensor([change], dtype=torch.float64, device=self.accelerator.device)
-        rows = self.accelerator.gather(rows)
+        change, self._logged = self._exchanged() - self._logged, self._exchanged()
+        rows = self.accelerator.gather(change[None].to(self.accelerator.device))
         return {
             "longctx_bytes_moved": int(rows[:, 0].sum()),
             "longctx_wait_seconds": round(float(rows[:, 1].max()), 4),
@@ -273,18 +282,13 @@ class LongCtxTrainerMixin(_Base):
         return summary(self.state.log_history, ranks=self.longctx_group.size, spanning=spanning)
 
 
-def _refuse_hooks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse hooks that would cut batches or shift labels on their own."""
+def _refuse_collator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a collator of the user's; later on it cannot be told from Trainer's own."""
     collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
     if collator is not None:
         raise ValueError(
             f"data_collator={type(collator).__name__} would pad or cut documents on its own; leave "
             "it out and pass documents with input_ids (and labels)"
-        )
-    if kwargs.get("compute_loss_func") is not None:
-        raise ValueError(
-            "compute_loss_func would see one rank's labels and shift them again; leave it out and "
-            "use the model's own loss"
         )
 
 

@@ -160,7 +160,7 @@ def _leak(model: Any, case: Case, context: RankContext, runtime: Runtime) -> flo
             inputs.pop(label)
         logits = model(inputs_embeds=embeds, **inputs).logits[0]
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
-        (logits * weights.to(logits.dtype))[~inside].sum().backward()
+        backward((logits * weights.to(logits.dtype))[~inside].sum())
         grad = embeds.grad if embeds.grad is not None else torch.zeros_like(embeds)
         worst = max(worst, float(grad[0][inside].abs().max()) if inside.any() else 0.0)
     return worst

@@ -1,0 +1,22 @@
+"""What works under which name, and why not: one set of rules for refusals, README and tests.
+
+Floor: support. Nothing is ever downgraded in silence.
+"""
+
+from .calls import CALL_KEYWORDS, refuse_call
+from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, refuse_model
+from .table import table
+from .training import ARGUMENT_RULES, refuse_arguments
+
+__all__ = [
+    "ARGUMENT_RULES",
+    "CALL_KEYWORDS",
+    "MODEL_RULES",
+    "NAMES",
+    "PLANNED_NAMES",
+    "Rule",
+    "refuse_arguments",
+    "refuse_call",
+    "refuse_model",
+    "table",
+]

@@ -1,0 +1,66 @@
+"""One attention call -> a refusal of whatever in it would not be computed exactly.
+
+Floor: support. Keyword arguments are allow-listed by name, so a mask or bias that a model passes
+under a name we do not know is never dropped.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .rules import WITH_SDPA
+
+CALL_KEYWORDS = frozenset((
+    "position_ids", "use_cache", "cache_position", "num_items_in_batch", "labels",
+    "shift_labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    "sliding_window", "output_hidden_states", "return_dict", "logits_to_keep", "is_causal",
+    "output_attentions", "longctx_batch",
+))  # fmt: skip
+
+
+def refuse_call(
+    module: Any, *, query: Any, key: Any, value: Any, dropout: float, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse an attention call that would not be computed exactly.
+
+    Args:
+        module: The attention module that calls.
+        query, key, value: `[B, heads, S, D]` tensors.
+        dropout (`float`): Attention dropout.
+        arguments: The call's other keyword arguments.
+
+    Raises:
+        ValueError: naming the argument, the rule and the remedy.
+    """
+    for name in arguments.keys() - CALL_KEYWORDS:
+        if arguments[name] is not None:
+            raise ValueError(
+                f"attention argument {name}={type(arguments[name]).__name__} is not on "
+                f"hf_longctx's list of arguments it computes exactly; {WITH_SDPA}"
+            )
+    if arguments.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: attention weights are never formed; use "
+            "attn_implementation='eager' to look at them"
+        )
+    causal = arguments.get("is_causal")
+    if (getattr(module, "is_causal", True) if causal is None else causal) is False:
+        raise ValueError(
+            f"{type(module).__name__} is bidirectional (is_causal=False), which is not built yet; "
+            f"{WITH_SDPA}"
+        )
+    if dropout:
+        raise ValueError(f"attention dropout={dropout} is refused; set attention_dropout=0.0")
+    if query.device.type != "cpu":
+        raise ValueError(
+            f"attention on {query.device}: only the CPU kernels are built yet; set use_cpu=True"
+        )
+    if value.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"value heads of {value.shape[-1]} and query heads of {query.shape[-1]} elements: "
+            f"different sizes are not built yet; {WITH_SDPA}"
+        )
+    if query.dtype != key.dtype or key.dtype != value.dtype:
+        raise ValueError(
+            f"query, key and value have dtypes {query.dtype}, {key.dtype}, {value.dtype}; "
+            "cast them to one"
+        )

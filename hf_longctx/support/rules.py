@@ -1,0 +1,167 @@
+"""A model's config -> the rules that refuse it.
+
+Floor: support. A rule looks at one thing (a config, training arguments) and gives the value that it
+refuses, or `None`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NAMES = ("distca", "ring")  # attention names that are built
+PLANNED_NAMES = ("charm", "zeco_linear", "ulysses")
+
+_NO_INTERFACE = [
+    "bloom", "falcon", "mpt", "gpt_neo", "xglm", "rwkv", "rembert", "big_bird", "roformer",
+    "fuyu",
+]  # fmt: skip
+_RECURRENT = [
+    "mamba", "mamba2", "falcon_mamba", "xlstm", "rwkv", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+    "kimi_linear", "minimax", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "jamba",
+    "lfm2", "lfm2_moe", "zamba", "zamba2", "recurrent_gemma", "olmo_hybrid",
+]  # fmt: skip
+_SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One refusal.
+
+    Args:
+        feature (`str`): What the README calls it.
+        found (`Callable[[Any], object]`): Looks at the subject; the value it refuses, else `None`.
+        rule (`str`): Why it is refused.
+        remedy (`str`): What the user can do.
+    """
+
+    feature: str
+    found: Callable[[Any], object]
+    rule: str
+    remedy: str
+
+    def message(self, value: object) -> str:
+        """Value, rule and remedy in one line."""
+        return f"{self.feature}: {value}: {self.rule}; {self.remedy}"
+
+
+def _field(*names: str) -> Callable[[Any], object]:
+    """The first of the config's fields that is set to something true."""
+
+    def found(config: Any) -> object:
+        for name in names:
+            value = getattr(config, name, None)
+            if value:
+                return f"{name}={value}"
+        return None
+
+    return found
+
+
+def _model_type(types: Iterable[str]) -> Callable[[Any], object]:
+    known = frozenset(types)
+    return lambda config: _named("model_type", config, known)
+
+
+def _named(field: str, config: Any, known: frozenset[str]) -> object:
+    value = getattr(config, field, None)
+    return f"{field}={value}" if value in known else None
+
+
+def _rope_type(config: Any) -> object:
+    """`longrope` and `dynamic` choose frequencies from the longest position they see."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for scaling in (given, *(v for v in given.values() if isinstance(v, Mapping))):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in ("longrope", "dynamic"):
+            return f"rope_type={kind}"
+    return None
+
+
+def _other_layers(config: Any) -> object:
+    kinds = set(getattr(config, "layer_types", None) or ()) - _SOFTMAX_LAYERS
+    return f"layer_types {sorted(kinds)}" if kinds else None
+
+
+def _value_head(config: Any) -> object:
+    size = getattr(config, "v_head_dim", None)
+    keys = (getattr(config, "qk_nope_head_dim", 0) or 0) + (
+        getattr(config, "qk_rope_head_dim", 0) or 0
+    )
+    return f"v_head_dim={size}, query and key heads {keys}" if size and keys != size else None
+
+
+WITH_SDPA = "train it with attn_implementation='sdpa' for now"
+
+MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "no attention interface",
+        _model_type(_NO_INTERFACE),
+        "this family never calls the attention function it was given",
+        "train it with its own attention",
+    ),
+    Rule(
+        "recurrent layers",
+        lambda config: _model_type(_RECURRENT)(config) or _other_layers(config),
+        "linear-attention and state-space layers would leak across documents and restart at ranks",
+        "wait for attn_implementation='zeco_linear' with --longctx_softmax",
+    ),
+    Rule(
+        "RoPE longrope or dynamic",
+        _rope_type,
+        "its frequencies depend on the longest position of the local batch, so they differ between "
+        "ranks and inside packs",
+        "set rope_type to default, linear, yarn or llama3",
+    ),
+    Rule(
+        "temperature from positions",
+        _field("attn_temperature_tuning"),
+        "Llama 4 scales queries by absolute position without passing position_ids on",
+        WITH_SDPA,
+    ),
+    Rule("chunked attention", _field("attention_chunk_size"), "not built yet", WITH_SDPA),
+    Rule("softcap", _field("attn_logit_softcapping"), "not built yet", WITH_SDPA),
+    Rule(
+        "attention sinks",
+        _model_type(
+            ["gpt_oss", "deepseek_v4", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "hy_v4"]
+        ),
+        "not built yet",
+        WITH_SDPA,
+    ),
+    Rule("value heads of another size", _value_head, "not built yet", WITH_SDPA),
+    Rule(
+        "attention dropout",
+        _field("attention_dropout", "attn_pdrop"),
+        "a recomputed or moved task would draw another mask",
+        "set it to 0.0",
+    ),
+    Rule(
+        "MoE auxiliary loss",
+        _field("output_router_logits"),
+        "it is no mean over tokens, so it cannot be summed over ranks",
+        "set output_router_logits=False",
+    ),
+)
+
+
+def refuse_model(config: Any, *, name: str) -> None:
+    """Refuse a model that `name` does not compute exactly.
+
+    Args:
+        config: A Transformers config; its text config is looked at where it has one.
+        name (`str`): The attention name.
+
+    Raises:
+        ValueError: with every rule that applies.
+    """
+    get_text = getattr(config, "get_text_config", None)
+    text = get_text(decoder=True) if get_text else config
+    problems = [
+        rule.message(value) for rule in MODEL_RULES if (value := rule.found(text)) is not None
+    ]
+    if name in PLANNED_NAMES:
+        problems.insert(0, f"attn_implementation={name!r} is not built yet; use one of {NAMES}")
+    elif name not in NAMES:
+        problems.insert(0, f"attn_implementation={name!r} is not ours; use one of {NAMES}")
+    if problems:
+        raise ValueError(f"{name} cannot run this model exactly: " + " | ".join(problems))

@@ -1,0 +1,26 @@
+"""The rules -> the README's support table, in Markdown.
+
+Floor: support.
+"""
+
+from .rules import MODEL_RULES, NAMES
+from .training import ARGUMENT_RULES
+
+
+def table() -> str:
+    """The README's support table, in Markdown."""
+    lines = ["| | " + " | ".join(f"`{n}`" for n in NAMES) + " | why not, and what to do |"]
+    lines.append("|---|" + "---|" * len(NAMES) + "---|")
+    works = (
+        "causal softmax attention, packed documents",
+        "grouped and multi-query heads",
+        "sliding window, alone or mixed with full layers",
+        "activation checkpointing (re-entrant and not)",
+        "padding masks, caches and `generate` (local)",
+        "float32, bf16, float64 on CPU with gloo",
+    )
+    lines += [f"| {feature} |" + " yes |" * len(NAMES) + " |" for feature in works]
+    for rule in (*MODEL_RULES, *ARGUMENT_RULES):
+        why = f"{rule.rule}; {rule.remedy}"
+        lines.append(f"| {rule.feature} |" + " refused |" * len(NAMES) + f" {why} |")
+    return "\n".join(lines)

@@ -1,0 +1,267 @@
+"""What is not computed exactly -> a ValueError that names the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import collate, documents, positions, tiny
+from transformers import AutoConfig
+
+from hf_longctx import LongCtxTrainingArguments
+from hf_longctx.attention import hook
+from hf_longctx.attention.masks import SlidingWindow, attention_mask
+from hf_longctx.attention.register import FUNCTIONS, register
+from hf_longctx.data.batch import KEY, LongCtxBatch
+from hf_longctx.plan.layout import cut
+from hf_longctx.support import ARGUMENT_RULES, MODEL_RULES, NAMES, refuse_arguments, refuse_model
+from hf_longctx.support import table as support_table
+from hf_longctx.training.probe import probe
+
+ONE_ROW = [torch.zeros(1, heads, 6, 8) for heads in (4, 2, 2)]
+DENSE = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+BOUNDS = torch.tensor([0, 6], dtype=torch.int32)
+
+
+def call(*rows: torch.Tensor, mask: Any = None, causal: bool = True, **given: Any) -> Any:
+    """One attention call of a layer."""
+    module = SimpleNamespace(is_causal=causal, training=False, layer_idx=0)
+    return hook.run("distca", module, *(rows or ONE_ROW), mask, **given)
+
+
+def batch(*lengths: int, ranks: int = 1) -> LongCtxBatch:
+    return LongCtxBatch(cut(lengths, ranks=ranks, layout="contiguous"), 0)
+
+
+def test_what_is_refused_below_runs_without_the_refused_value():
+    allowed = {"position_ids": positions(6), "use_cache": False, "seq_idx": None, "dropout": 0.0}
+    assert call(**allowed)[0].shape == (1, 6, 4, 8)
+    assert call(mask=DENSE)[0].shape == (1, 6, 4, 8)
+    assert call(mask=SlidingWindow(4), sliding_window=4)[0].shape == (1, 6, 4, 8)
+    assert call(longctx_batch=batch(4, 2))[0].shape == (1, 6, 4, 8)
+    assert call(position_bias=None)[0].shape == (1, 6, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias=Tensor is not on"),
+        ({"s_aux": torch.zeros(4)}, "s_aux=Tensor is not on"),
+        ({"softcap": 50.0}, "softcap=float is not on"),
+        ({"dropout": 0.1}, "dropout=0.1 is refused; set attention_dropout=0.0"),
+        ({"is_causal": False}, "bidirectional (is_causal=False)"),
+        ({"causal": False}, "bidirectional (is_causal=False)"),
+        ({"output_attentions": True}, "use attn_implementation='eager'"),
+        ({"mask": DENSE, "longctx_batch": batch(6)}, "a padded batch was handed to a packed path"),
+        ({"mask": DENSE, "cu_seq_lens_q": BOUNDS}, "a padded batch was handed to a packed path"),
+        ({"mask": DENSE, "position_ids": positions(4, 2)}, "restart between unpadded tokens"),
+        ({"sliding_window": 4}, "sliding_window=4 of the layer and window None of its mask"),
+        ({"sliding_window": 4, "mask": SlidingWindow(5)}, "window 5 of its mask differ"),
+        ({"longctx_batch": batch(6, 6, ranks=2)}, "cut over 2 ranks reached attention without"),
+        ({"longctx_batch": batch(7)}, "describes 7 tokens of rank 0, but the model attends 6"),
+    ],
+)
+def test_attention_calls_are_refused_by_name(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**given)
+
+
+def test_rows_that_no_kernel_takes_are_refused():
+    q, k, v = ONE_ROW
+    with pytest.raises(ValueError, match="value heads of 4 and query heads of 8"):
+        call(q, k, v[..., :4])
+    with pytest.raises(ValueError, match=re.escape("torch.float64, torch.float32; cast")):
+        call(q, k.double(), v)
+    with pytest.raises(ValueError, match="attention on meta: only the CPU kernels"):
+        call(*(x.to("meta") for x in ONE_ROW))
+    with pytest.raises(ValueError, match="2 queries met 6 keys without a mask"):
+        call(q[:, :, :2], k, v)
+
+
+def causal(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return kv <= q
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_vmap": True, "mask_function": causal}, "overlays the causal mask"),
+        (
+            {"local_size": 4, "config": SimpleNamespace(attention_chunk_size=4)},
+            "attention_chunk_size=4: chunked layers",
+        ),
+        ({"mask_function": lambda b, h, q, kv: kv >= 0}, "lets a token see a later one"),
+        ({"mask_function": lambda b, h, q, kv: (kv <= q) | (kv == 3)}, "see a later one"),
+    ],
+)
+def test_masks_other_than_causal_ones_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        attention_mask(1, 6, 6, **given)
+    assert attention_mask(1, 6, 6, mask_function=causal) is None
+    assert attention_mask(1, 6, 6, mask_function=causal, local_size=4) == SlidingWindow(4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_padded_batch_handed_to_a_packed_path_is_refused_by_the_model(name):
+    inputs = collate(documents([5, 3]))
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[:, -1] = 0
+    with pytest.raises(ValueError, match="a padded batch was handed to a packed path"):
+        tiny(name)(**inputs, attention_mask=mask)
+    inputs.pop(KEY)
+    with pytest.raises(ValueError, match="restart between unpadded tokens"):
+        tiny(name)(**inputs, attention_mask=mask)
+
+
+# The table of support.py: each rule with a real config, or arguments, that trigger it
+
+CONFIGS = {
+    "no attention interface": ("bloom", {}, "model_type=bloom"),
+    "recurrent layers": ("qwen3_next", {}, "model_type=qwen3_next"),
+    "RoPE longrope or dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type=dynamic",
+    ),
+    "temperature from positions": ("llama4", {}, "attn_temperature_tuning=True"),
+    "chunked attention": ("llama4", {}, "attention_chunk_size=8192"),
+    "softcap": ("gemma2", {}, "attn_logit_softcapping=50.0"),
+    "attention sinks": ("gpt_oss", {}, "model_type=gpt_oss"),
+    "value heads of another size": ("deepseek_v3", {}, "v_head_dim=128"),
+    "attention dropout": ("gpt2", {}, "attn_pdrop=0.1"),
+    "MoE auxiliary loss": ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
+}
+ARGUMENTS = {
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "per-device batch sizes": {"per_device_eval_batch_size": 2},
+    "loss not averaged over devices": {"average_tokens_across_devices": False},
+    "automatic batch size": {"auto_find_batch_size": True},
+    "split batches": {"accelerator_config": {"split_batches": True}},
+    "other sampling strategies": {"train_sampling_strategy": "batch_rebalance"},
+    "DeepSpeed": {"deepspeed": "no_such_file.json"},
+}
+
+
+def test_each_rule_has_a_case_below():
+    assert CONFIGS.keys() == {rule.feature for rule in MODEL_RULES}
+    # several devices in one process are no field of the arguments
+    assert ARGUMENTS.keys() | {"DataParallel"} == {rule.feature for rule in ARGUMENT_RULES}
+
+
+@pytest.mark.parametrize("rule", MODEL_RULES, ids=lambda rule: rule.feature)
+def test_models_are_refused_with_value_rule_and_remedy(rule):
+    family, changes, value = CONFIGS[rule.feature]
+    config = AutoConfig.for_model(family, **changes)
+    with pytest.raises(ValueError, match=re.escape(value)) as refusal:
+        refuse_model(config, name="distca")
+    assert rule.rule in str(refusal.value) and rule.remedy in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}),
+        ("qwen3", {}),
+        ("mistral", {}),
+        ("mixtral", {}),
+        ("gemma3_text", {}),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_other_models_are_not_refused(name, family, changes):
+    refuse_model(AutoConfig.for_model(family, **changes), name=name)
+
+
+def test_longrope_is_refused_per_layer_type_too():
+    nested = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}
+    with pytest.raises(ValueError, match="rope_type=longrope"):
+        refuse_model(SimpleNamespace(rope_parameters=nested), name="ring")
+
+
+@pytest.mark.parametrize("rule", ARGUMENT_RULES, ids=lambda rule: rule.feature)
+def test_training_arguments_are_refused_with_value_rule_and_remedy(rule, tmp_path):
+    given = ARGUMENTS.get(rule.feature)
+    with pytest.raises(ValueError, match=re.escape(f"{rule.rule}; {rule.remedy}")):
+        if given is None:
+            refuse_arguments(SimpleNamespace(n_gpu=2))
+        else:
+            LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("charm", "attn_implementation='charm' is not built yet; use one of"),
+        ("zeco_linear", "not built yet"),
+        ("ulysses", "not built yet"),
+        ("sdpa", "attn_implementation='sdpa' is not ours"),
+        ("distac", "attn_implementation='distac' is not ours"),
+    ],
+)
+def test_names_are_refused(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        refuse_model(AutoConfig.for_model("llama"), name=name)
+
+
+def test_names_that_are_not_registered():
+    assert tuple(sorted(FUNCTIONS)) == NAMES
+    register(NAMES)
+    with pytest.raises(ValueError, match="'charm' is not built yet; use one of"):
+        register(["distca", "charm"])
+    with pytest.raises(ValueError, match="distac"):
+        tiny("distac")
+
+
+def test_the_table_lists_each_rule():
+    lines = support_table().splitlines()
+    for rule in (*MODEL_RULES, *ARGUMENT_RULES):
+        (line,) = [x for x in lines if x.startswith(f"| {rule.feature} |")]
+        assert line.count("refused") == len(NAMES) and rule.remedy in line
+
+
+# The probe: what no config tells
+
+
+class Wrapped(torch.nn.Module):
+    """A causal language model with something wrong on the way to its attention or loss."""
+
+    def __init__(self, model: Any, **drop: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.drop = model, model.config, drop
+
+    def forward(self, **given: Any) -> Any:
+        return self.model(**(given | self.drop))
+
+
+class Closed(Wrapped):
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:  # no **kwargs
+        return self.model(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda m: Closed(m), "Closed.forward takes no **kwargs"),
+        (lambda m: Wrapped(m, longctx_batch=None), "has 2 layers but called distca 0 times"),
+        (lambda m: Wrapped(m, shift_labels=None), "Wrapped ignores shift_labels"),
+        (lambda m: Wrapped(m, position_ids=None), "Wrapped ignores position_ids"),
+    ],
+)
+def test_models_that_ignore_our_inputs_are_refused(model, message):
+    probe(Wrapped(tiny("distca")), name="distca")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        probe(model(tiny("distca")), name="distca")
+
+
+def test_a_probed_model_is_left_as_it_was():
+    model = tiny("distca").train()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    probe(model, name="distca")
+    assert model.training
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
+    )

@@ -1,0 +1,372 @@
+"""`hf-longctx verify`: models over gloo ranks, the bounds it checks, and that it sees faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import CONFIGS
+
+from hf_longctx import LongCtxArguments, cli
+from hf_longctx.attention import hook
+from hf_longctx.comm.processes import RankContext, RankError, RankPool
+from hf_longctx.data.batch import LongCtxBatch
+from hf_longctx.kernels import softmax
+from hf_longctx.plan.layout import cut
+from hf_longctx.plan.plans import make_plan
+from hf_longctx.runtime.autograd import attend
+from hf_longctx.verify import compare
+from hf_longctx.verify.ranks import RankResult, run_rank
+
+ROOT = CONFIGS.parents[1]
+FLOAT64 = dict.fromkeys(("logit_error", "loss_error", "grad_error"), 1e-10)
+FLOAT32 = {f"{key}_vs_transformers": 1e-5 for key in FLOAT64}
+ZERO = {"leak": 0.0, "recompute_bytes": 0}
+Context = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def references_once(monkeypatch, references):
+    """References depend on the documents alone: many cases share them."""
+    plain = compare.run_reference
+
+    def kept(case: Any, **given: Any) -> Any:
+        key = case.model, case.lengths, *given.values()
+        if key not in references:
+            references[key] = plain(case, **given)
+        return references[key]
+
+    monkeypatch.setattr(compare, "run_reference", kept)
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {}
+
+
+def verify(pool: RankPool, family: str = "llama", **given: Any) -> dict[str, Any]:
+    options = {"name": "distca", "ranks": 2} | given
+    return compare.verify(model=str(CONFIGS / f"tiny_{family}.json"), pool=pool, **options)
+
+
+def assert_holds(report: dict[str, Any], bounds: dict[str, float]) -> None:
+    assert report["failed"] == []
+    for key, bound in bounds.items():
+        assert 0 <= report[key] <= bound, (key, report[key])
+    assert report["attention_calls"] == report["ranks"] * 2 * 3  # layers, batches
+    assert report["bytes_sent"] == report["bytes_planned"]
+    assert (report["bytes_sent"] > 0) is (report["ranks"] > 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4], ids="ranks{}".format)
+@pytest.mark.parametrize("name", ["distca", "ring"])
+def test_float64(rank_pool, name, ranks, family):
+    report = verify(rank_pool, family, name=name, ranks=ranks)
+    assert_holds(report, FLOAT64 | FLOAT32 | ZERO)
+    json.dumps(report)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("distca", "contiguous"), ("ring", "spread")])
+def test_the_layout_that_is_not_the_default(rank_pool, name, layout):
+    arguments = LongCtxArguments(longctx_layout=layout, longctx_tolerance=0.0)
+    report = verify(rank_pool, name=name, ranks=3, arguments=arguments)
+    assert_holds(report, FLOAT64 | FLOAT32 | ZERO)
+
+
+@pytest.mark.parametrize("name", ["distca", "ring"])
+def test_b47_checkpointing_of_both_kinds(rank_pool, name):
+    plain, report = (verify(rank_pool, name=name, checkpointing=c) for c in (False, True))
+    assert_holds(report, FLOAT64 | FLOAT32 | ZERO)
+    assert report["bytes_sent"] == plain["bytes_sent"]
+
+
+def test_float32_and_bf16(rank_pool):
+    in_float32 = verify(rank_pool, dtype="float32")
+    assert_holds(in_float32, dict.fromkeys(FLOAT64, 1e-5) | FLOAT32 | ZERO)
+    in_bf16 = verify(rank_pool, dtype="bf16", ranks=3)
+    assert_holds(in_bf16, dict.fromkeys(FLOAT64, 0.1) | FLOAT32 | ZERO)
+    assert in_bf16["logit_error"] > 1e-4  # it did run in bf16
+
+
+def test_batches_hold_the_documents_that_break_things():
+    for ranks in (2, 3, 4):
+        edges = {compare.ROWS * r for r in range(1, ranks)}
+        ends, kinds = set(), set()
+        for lengths in compare.case_lengths(ranks):
+            assert compare.ROWS * ranks - sum(lengths) in (0, 1)  # 1: uneven ranks
+            layout = cut(lengths, ranks=ranks, layout="contiguous")
+            kinds |= {f"over {len({s.rank for s in held})}" for held in layout.by_document.values()}
+            kinds |= {"one token"} if 1 in lengths else set()
+            kinds |= {"odd"} if any(n % 2 for n in lengths if n > 1) else set()
+            ends |= {sum(lengths[: i + 1]) for i in range(len(lengths))}
+        assert {f"over {ranks}", "one token", "odd"} <= kinds
+        first = min(edges)
+        assert {first - 1, first, first + 1} <= ends
+
+
+# It sees faults: what a rank computes is made wrong, and the figure for it says so
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def one_document() -> Any:
+    """All rows of a batch attend as if they were one document."""
+
+    def plan(batch: LongCtxBatch, algorithm: str, kind: Any) -> Any:
+        lengths, ranks = [int(batch.layout.lengths.sum())], batch.layout.ranks
+        joined = cut(lengths, ranks=ranks, layout="contiguous")
+        batch._plans[algorithm, kind] = make_plan(algorithm, joined, kind=kind)
+        return batch._plans[algorithm, kind]
+
+    return replaced(LongCtxBatch, "plan", plan)
+
+
+def no_exchange() -> Any:
+    """Each rank attends its own segments as documents of their own."""
+
+    def plan(batch: LongCtxBatch, algorithm: str, kind: Any) -> Any:
+        lengths = [s.stop - s.start for s in batch.layout.segments]
+        apart = cut(lengths, ranks=batch.layout.ranks, layout="contiguous")
+        batch._plans[algorithm, kind] = make_plan(
+            algorithm, apart, kind=kind, tolerance=float("inf")
+        )
+        return batch._plans[algorithm, kind]
+
+    return replaced(LongCtxBatch, "plan", plan)
+
+
+def wrong_scale() -> Any:
+    """Scores are scaled five percent too much."""
+
+    def scaled(layer: Any, *rows: Any) -> Any:
+        layer.scale *= 1.05
+        return attend(layer, *rows)
+
+    return replaced(hook, "attend", scaled)
+
+
+def lost_gradients() -> Any:
+    """The forward is right; a call's keys get no gradient."""
+    plain = softmax.attend_grad
+
+    def half(call: Any, *, dkv: Any, **given: Any) -> None:
+        lost = {key: torch.zeros_like(value) for key, value in dkv.items()}
+        plain(call, dkv=lost, **given)
+
+    return replaced(softmax, "attend_grad", half)
+
+
+def sent_twice() -> Any:
+    """A message is counted twice, as if it had been sent again."""
+    plain = hook._with_batch
+
+    def again(algorithm: str, module: Any, batch: LongCtxBatch, *given: Any) -> Any:
+        out = plain(algorithm, module, batch, *given)
+        batch.runtime.channel.sent[0] += 1
+        return out
+
+    return replaced(hook, "_with_batch", again)
+
+
+FAULTS: dict[str, tuple[Context, set[str]]] = {
+    "one_document": (one_document, {"logit_error", "grad_error", "loss_error", "leak"}),
+    "no_exchange": (no_exchange, {"logit_error", "grad_error", "loss_error"}),
+    "wrong_scale": (wrong_scale, {"logit_error", "grad_error", "loss_error"}),
+    "lost_gradients": (lost_gradients, {"grad_error"}),
+    "sent_twice": (sent_twice, {"bytes_sent"}),
+}
+
+
+def run_faulty(context: RankContext, *, case: Any, fault: str) -> RankResult:
+    with FAULTS[fault][0]():
+        return run_rank(context, case=case)
+
+
+class FaultyPool:
+    """A pool whose ranks compute something wrong."""
+
+    def __init__(self, pool: RankPool, fault: str) -> None:
+        self.pool, self.fault = pool, fault
+
+    def run(self, job: Any, **given: Any) -> list[Any]:
+        assert job is run_rank
+        return self.pool.run(run_faulty, fault=self.fault, **given)
+
+    def close(self) -> None:
+        """The pool stays."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["distca", "ring"])
+def test_a_fault_breaks_the_bounds_that_it_touches(rank_pool, name, fault):
+    report = verify(FaultyPool(rank_pool, fault), name=name)  # type: ignore[arg-type]
+    broken = {line.split()[0] for line in report["failed"]}
+    ours = {key for key in FAULTS[fault][1] if key in FLOAT64}
+    assert broken == FAULTS[fault][1] | {f"{key}_vs_transformers" for key in ours}
+    if ours:
+        assert min(report[key] for key in ours) > 1e-6
+
+
+def test_one_rank_that_reads_all_rows_as_one_document_leaks(rank_pool):
+    report = verify(FaultyPool(rank_pool, "one_document"), ranks=1)  # type: ignore[arg-type]
+    assert report["leak"] > 1e-3 and report["logit_error"] > 1e-3
+    assert any(line.startswith("leak ") for line in report["failed"])
+
+
+GOOD = dict.fromkeys((*FLOAT64, *FLOAT32, *ZERO), 0.0)
+GOOD |= {"bytes_sent": 8, "bytes_planned": 8, "attention_calls": 4}
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        *((key, 2e-10) for key in FLOAT64),
+        *((key, 2e-5) for key in FLOAT32),
+        ("logit_error", float("nan")),
+        ("leak", 1e-300),
+        ("recompute_bytes", 1),
+        ("bytes_sent", 9),
+        ("attention_calls", 0),
+    ],
+)
+def test_each_bound_is_checked(key, bad):
+    plain = dict.fromkeys(FLOAT64, 0.0)
+    assert compare._failed(GOOD, "float64", plain) == []
+    (line,) = compare._failed(GOOD | {key: bad}, "float64", plain)
+    assert key in line or key == "attention_calls"
+
+
+def test_bf16_is_measured_by_the_plain_path():
+    plain = {"logit_error": 0.01, "loss_error": 0.01, "grad_error": 0.01}
+    good = GOOD | {"logit_error": 0.0199, "loss_error": 0.0199, "grad_error": 0.0299}
+    assert compare._failed(good, "bf16", plain) == []
+    bad = {key: value * 1.01 for key, value in good.items() if key in plain}
+    assert len(compare._failed(good | bad, "bf16", plain)) == 3
+
+
+def test_nan_is_an_error_of_infinity():
+    ours = compare.Reference([torch.tensor([float("nan")])], 1.0, {"w": torch.ones(1)})
+    right = compare.Reference([torch.ones(1)], 1.0, {"w": torch.ones(1)})
+    assert compare.errors(ours, right)["logit_error"] == float("inf")
+
+
+def fail(context: RankContext, *, how: str) -> None:
+    """Rank 1 fails while rank 0 waits for its message."""
+    if context.rank == 0:
+        context.channel.post([], [(1, torch.empty(8, dtype=torch.uint8))], what="a test").wait()
+    if how == "die":
+        os._exit(3)
+    raise ValueError("rank 1 does not like this")
+
+
+def test_b62_a_rank_that_fails_ends_the_job_of_all():
+    start = time.monotonic()
+    with RankPool(2) as pool:  # exchanges time out after 60 seconds
+        for how, message in (("raise", "does not like this"), ("die", "rank")):
+            with pytest.raises(RankError, match=message):
+                pool.run(fail, how=how)
+            assert pool.pids == ()
+    assert time.monotonic() - start < 60
+
+
+# The command
+
+
+@pytest.fixture
+def command(monkeypatch, rank_pool, tmp_path):
+    """Runs `hf-longctx verify` on the shared ranks; gives its exit code and JSON."""
+    monkeypatch.setattr(compare, "RankPool", lambda ranks: SharedPool(rank_pool))
+
+    def run(*flags: str, family: str = "llama") -> tuple[int, dict[str, Any] | None]:
+        place = tmp_path / "report.json"
+        model = family if "/" in family else str(CONFIGS / f"tiny_{family}.json")
+        code = cli.main(["verify", "--model", model, *flags, "--json", str(place)])
+        return code, json.loads(place.read_text()) if place.exists() else None
+
+    return run
+
+
+class SharedPool(FaultyPool):
+    """The session's pool, which outlives a command."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self.pool = pool
+
+    def run(self, job: Any, **given: Any) -> list[Any]:
+        return self.pool.run(job, **given)
+
+
+RING = ("--attn_implementation", "ring", "--ranks", "2")
+
+
+def test_exit_code_0_with_json(command, capsys):
+    code, report = command(*RING, "--layout", "spread", "--tolerance", "0.1")
+    assert code == 0 and report is not None
+    assert report["failed"] == [] and report["ranks"] == 2
+    assert {*FLOAT64, *FLOAT32, *ZERO, "attention_calls", "bytes_planned", "bytes_sent"} <= {
+        *report
+    }
+    assert "logit_error" in capsys.readouterr().out
+
+
+def test_exit_code_1_still_writes_json(command, monkeypatch):
+    monkeypatch.setattr(
+        compare, "_report", lambda *given: GOOD | {"leak": 1.0, "attention_calls": 4}
+    )
+    code, report = command(*RING)
+    assert code == 1 and report is not None
+    assert report["failed"] == ["leak 1 is above 0"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "family", "message"),
+    [
+        (RING, "bloom", "model_type=bloom: this family never calls"),
+        ((*RING, "--layout", "zigzag"), "llama", "longctx_layout='zigzag' is not built yet"),
+        (("--attn_implementation", "distac", "--ranks", "2"), "llama", "'distac' is not ours"),
+        (("--attn_implementation", "charm", "--ranks", "2"), "llama", "'charm' is not built yet"),
+        (("--attn_implementation", "ring", "--ranks", "0"), "llama", "--ranks 0 must be at least"),
+        (RING, "/no/such/folder", "no config.json and no folder with one"),
+        ((*RING, "--tolerance", "-1"), "llama", "longctx_tolerance=-1.0 must be 0 or more"),
+        ((*RING, "--servers", "1"), "llama", "longctx_servers=1 is not built yet"),
+    ],
+)
+def test_exit_code_2_without_json(command, capsys, flags, family, message):
+    assert command(*flags, family=family) == (2, None)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--layuot", "spread"), ("--dtype", "float16")])
+def test_flags_that_do_not_exist_end_with_code_2(command, flags):
+    with pytest.raises(SystemExit) as end:
+        command(*RING, *flags)
+    assert end.value.code == 2
+
+
+def test_a_process_of_its_own(tmp_path):
+    """As a user starts it: with its own ranks."""
+    place = tmp_path / "report.json"
+    model = str(Path("tests", "configs", "tiny_llama.json"))
+    flags = ["--model", model, *RING, "--dtype", "float32", "--json", str(place)]
+    command = [sys.executable, "-m", "hf_longctx.cli", "verify", *flags]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(place.read_text())["failed"] == []

@@ -1,0 +1,203 @@
+"""Tiny models and documents -> what one process computes, and what R ranks compute as threads.
+
+Batches come from the collator that training uses; both sides sum token losses and divide by all
+targets. Letters: R ranks, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from helpers import threads
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_longctx  # noqa: F401  (registers the attention names)
+from hf_longctx.comm.channels import Hub
+from hf_longctx.data.batch import KEY, LongCtxBatch
+from hf_longctx.data.collator import LongCtxCollator
+from hf_longctx.data.packing import Piece
+from hf_longctx.data.targets import IGNORE
+from hf_longctx.runtime.binding import Runtime
+from hf_longctx.verify.twins import (
+    REFERENCE,
+    backward,
+    draw_at_unit_gain,
+    precision,
+    register_reference,
+)
+
+CONFIGS = Path(__file__).parent / "configs"
+VOCABULARY = 64
+Document = dict[str, list[int]]
+
+
+def tiny(name: str, *, family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any):
+    """A model of `tests/configs/tiny_<family>.json` with unit gain, the same weights each time."""
+    register_reference()
+    given = json.loads((CONFIGS / f"tiny_{family}.json").read_text()) | changes
+    config = AutoConfig.for_model(**given)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.float32)
+    draw_at_unit_gain(model)
+    model.config.use_cache = False
+    return model.to(dtype)
+
+
+def documents(lengths: Sequence[int], *, seed: int = 0) -> list[Document]:
+    """Rows of a data set: random ids."""
+    noise = np.random.default_rng(seed)
+    return [{"input_ids": noise.integers(0, VOCABULARY, n).tolist()} for n in lengths]
+
+
+def positions(*lengths: int) -> Tensor:
+    """`[1, T]`: packed documents, each from 0."""
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def whole(rows: Sequence[Document]) -> tuple[Piece, ...]:
+    """All rows as one pack."""
+    return tuple(
+        Piece(document=d, start=0, stop=len(row["input_ids"])) for d, row in enumerate(rows)
+    )
+
+
+def collate(
+    rows: Sequence[Document], *, rank: int = 0, ranks: int = 1, layout: str = "spread"
+) -> dict[str, Any]:
+    """One rank's inputs of a batch that holds all rows."""
+    budget = sum(len(row["input_ids"]) for row in rows)
+    collator = LongCtxCollator(rank=rank, ranks=ranks, layout=layout, tolerance=0.0, budget=budget)
+    return collator([(whole(rows), rows)])
+
+
+def targets(rows: Sequence[Document]) -> int:
+    """Targets of the documents: each token's label but the first one's, where not ignored."""
+    labels = (row.get("labels", row["input_ids"]) for row in rows)
+    return sum(label != IGNORE for of_row in labels for label in of_row[1:])
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of some batches together.
+
+    Args:
+        logits (`list[Tensor]`): `[T, V]` of each batch, documents end to end.
+        loss (`float`): Sum of the token losses over the number of targets.
+        grads (`dict[str, Tensor]`): Of the parameters.
+        runtimes (`list[Runtime]`): Of the ranks, with what they counted.
+        batches (`list[LongCtxBatch]`): Of all ranks.
+    """
+
+    logits: list[Tensor]
+    loss: float
+    grads: dict[str, Tensor]
+    runtimes: list[Runtime] = field(default_factory=list)
+    batches: list[LongCtxBatch] = field(default_factory=list)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the ranks sent each other."""
+        return sum(runtime.sent_bytes for runtime in self.runtimes)
+
+    def error(self, right: Outcome) -> float:
+        """Largest difference in logits, loss and gradients, each relative to its largest entry; a
+        gradient's counts as at least a thousandth of the model's largest."""
+        pairs = [(a, b, 0.0) for a, b in zip(self.logits, right.logits, strict=True)]
+        largest = max(float(grad.abs().max()) for grad in right.grads.values())
+        pairs += [(self.grads[name], b, 1e-3 * largest) for name, b in right.grads.items()]
+        found = [float((a - b).abs().max()) / max(float(b.abs().max()), c) for a, b, c in pairs]
+        return max(*found, abs(self.loss - right.loss) / abs(right.loss))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters' gradients; zero where none came."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def alone(model: Any, batches: Sequence[Sequence[Document]]) -> Outcome:
+    """Each document by itself through a model, in one process."""
+    model = copy.deepcopy(model).train()
+    count = max(1, sum(targets(rows) for rows in batches))
+    outcome = Outcome([], 0.0, {})
+    with precision(model.dtype):
+        for rows in batches:
+            logits = []
+            for row in rows:
+                ids = torch.tensor([row["input_ids"]])
+                labels = torch.tensor([row.get("labels", row["input_ids"])])
+                output = model(input_ids=ids, labels=labels, num_items_in_batch=count)
+                backward(output.loss)
+                outcome.loss += output.loss.item()
+                logits.append(output.logits[0].detach())
+            outcome.logits.append(torch.cat(logits))
+    outcome.grads = gradients(model)
+    return outcome
+
+
+def twin(batches: Sequence[Sequence[Document]], **options: Any) -> Outcome:
+    """Each document by itself through the naive attention, in float64."""
+    return alone(tiny(REFERENCE, **options), batches)
+
+
+def run_ranks(
+    model: Any,
+    batches: Sequence[Sequence[Document]],
+    *,
+    ranks: int,
+    layout: str = "spread",
+    checkpointing: dict[str, Any] | None = None,
+) -> Outcome:
+    """All batches forward, then all backward, on R copies of a model that exchange as threads.
+
+    Args:
+        model: Under one of our names.
+        batches: The documents of each batch.
+        ranks (`int`): Threads.
+        layout (`str`, *optional*): How documents are cut.
+        checkpointing (`dict`, *optional*): Keyword arguments of activation checkpointing; off when
+            left out.
+    """
+    channels = Hub(ranks, timeout=20.0).channels()
+    outcome = Outcome([], 0.0, {}, [Runtime(channel=channel) for channel in channels])
+    models = [copy.deepcopy(model).train() for _ in range(ranks)]
+    count = max(1, sum(targets(rows) for rows in batches))
+    logits: dict[tuple[int, int], Tensor] = {}
+    losses = [0.0] * ranks
+
+    def work(rank: int) -> None:
+        mine = models[rank]
+        if checkpointing is not None:
+            # random state belongs to the process, and threads would restore it over each other
+            mine.activation_checkpointing_enable({"preserve_rng_state": False, **checkpointing})
+            mine.enable_input_require_grads()
+        inputs = [collate(rows, rank=rank, ranks=ranks, layout=layout) for rows in batches]
+        with precision(mine.dtype):
+            outputs = []
+            for index, given in enumerate(inputs):
+                given[KEY].runtime = outcome.runtimes[rank]
+                outputs.append(mine(**given, num_items_in_batch=count))
+                logits[rank, index] = outputs[-1].logits[0].detach()
+            for output in outputs:
+                backward(output.loss)
+        losses[rank] = sum(output.loss.item() for output in outputs)
+        outcome.batches.extend(given[KEY] for given in inputs)
+
+    threads(work, ranks=ranks)
+    for index in range(len(batches)):
+        rows = torch.cat([logits[rank, index] for rank in range(ranks)])
+        layout_of = next(b.layout for b in outcome.batches[index :: len(batches)])
+        outcome.logits.append(rows[torch.from_numpy(layout_of.inverse())])
+    each = [gradients(m) for m in models]
+    outcome.grads = {name: torch.stack([g[name] for g in each]).sum(0) for name in each[0]}
+    outcome.loss = sum(losses)
+    return outcome

@@ -1,0 +1,360 @@
+"""Small training runs of a tiny Llama in one `accelerate launch` -> what came of them, as JSON.
+
+    accelerate launch --config_file accelerate_configs/cpu_2.yaml tests/train_cases.py FOLDER CASES
+
+A start of the processes takes longer than all runs, so they share one. `launch` starts this file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MARKER = "HF_LONGCTX_TEST"  # in the environment of all processes of a launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run.
+
+    Args:
+        lengths (`tuple[int, ...]`): Documents.
+        name (`str`): Attention name.
+        targets (`tuple[int, ...]`): Of each document, the leading tokens that count as targets; all
+            when left out.
+        evaluation (`dict[str, tuple[int, ...]]`): Evaluation sets, as lengths.
+        options (`dict[str, Any]`): Training arguments over `arguments`' defaults.
+    """
+
+    lengths: tuple[int, ...]
+    name: str = "distca"
+    targets: tuple[int, ...] = ()
+    evaluation: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, list[int]]]:
+        """The training documents."""
+        from tiny import documents
+
+        rows = documents(self.lengths)
+        for row, kept in zip(rows, self.targets, strict=False):
+            row["labels"] = [i if at < kept else -100 for at, i in enumerate(row["input_ids"])]
+        return rows
+
+    def evaluation_rows(self) -> dict[str, list[dict[str, list[int]]]]:
+        """The evaluation documents of each set."""
+        from tiny import documents
+
+        return {key: documents(lengths, seed=9) for key, lengths in self.evaluation.items()}
+
+
+UNEVEN = (150, 30, 17, 1, 64, 40, 9, 96, 2, 33)
+LONG_AND_SHORT = {"long": (140, 71, 3), "short": (1, 2, 5, 96, 4)}
+CASES = {
+    "distca": Case(lengths=UNEVEN, options={"num_train_epochs": 2}),
+    "ring": Case(lengths=UNEVEN, name="ring", options={"gradient_accumulation_steps": 2}),
+    "groups": Case(lengths=(48,) * 5, options={"longctx_group_size": 1}),
+    "groups_of_uneven": Case(
+        lengths=UNEVEN,
+        name="ring",
+        options={
+            "longctx_group_size": 1,
+            "gradient_accumulation_steps": 2,
+            "longctx_overflow": "truncate",
+        },
+    ),
+    "twelve_packs": Case(
+        lengths=(48,) * 12,
+        options={
+            "longctx_group_size": 1,
+            "gradient_accumulation_steps": 2,
+            "lr_scheduler_type": "linear",
+        },
+    ),
+    "one_document": Case(lengths=(64,), options={"longctx_max_tokens_per_rank": 64}),
+    "no_targets": Case(
+        lengths=(8, 8, 8),
+        targets=(5, 0, 8),
+        options={
+            "longctx_max_tokens_per_rank": 4,
+            "longctx_layout": "contiguous",
+            "longctx_balance": "none",
+            "train_sampling_strategy": "sequential",
+        },
+    ),
+    "evaluate": Case(
+        lengths=UNEVEN,
+        evaluation=LONG_AND_SHORT,
+        options={"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4},
+    ),
+    "evaluate_groups": Case(
+        lengths=UNEVEN,
+        evaluation=LONG_AND_SHORT,
+        options={"longctx_group_size": 1, "eval_strategy": "epoch"},
+    ),
+    "reentrant": Case(
+        lengths=UNEVEN,
+        options={
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"use_reentrant": True},
+        },
+    ),
+    "nonreentrant": Case(
+        lengths=UNEVEN,
+        name="ring",
+        options={
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"use_reentrant": False},
+            "gradient_accumulation_steps": 2,
+        },
+    ),
+    "workers": Case(
+        lengths=UNEVEN,
+        options={
+            "dataloader_num_workers": 1,
+            "dataloader_persistent_workers": True,
+            "num_train_epochs": 2,
+        },
+    ),
+    "resume": Case(
+        lengths=UNEVEN,
+        options={"num_train_epochs": 3, "optim": "adamw_torch", "save_strategy": "steps"},
+    ),
+    "digest": Case(lengths=(48,) * 8),
+    "apart": Case(lengths=UNEVEN, options={"use_cpu": False}),
+    "kill": Case(lengths=UNEVEN),
+    "raise": Case(lengths=UNEVEN),
+}
+
+
+def arguments(case: Case, folder: Path, **changes: Any) -> Any:
+    """Training arguments of a case: plain SGD, so that weights show every gradient's scale."""
+    from hf_longctx import LongCtxTrainingArguments
+
+    given = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "longctx_max_tokens_per_rank": 48,
+        "longctx_overflow": "split",
+        "num_train_epochs": 1,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "ddp_timeout": 60,
+    }
+    return LongCtxTrainingArguments(**given | case.options | changes)
+
+
+def trainer_of(case: Case, folder: Path, *, model: Any = None, **changes: Any) -> Any:
+    """The trainer of a case, in float32."""
+    import torch
+    from datasets import Dataset
+    from tiny import tiny
+
+    from hf_longctx import LongCtxTrainer
+
+    sets = {key: Dataset.from_list(rows) for key, rows in case.evaluation_rows().items()}
+    return LongCtxTrainer(
+        model=model or tiny(case.name, dtype=torch.float32),
+        args=arguments(case, folder, **changes),
+        train_dataset=Dataset.from_list(case.rows()),
+        eval_dataset=sets or None,
+    )
+
+
+class Lines(logging.Handler):
+    """Keeps what hf_longctx logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    """Train a case to its end and save the model; the result is the same on all ranks."""
+    trainer, lines = trainer_of(CASES[name], folder), Lines()
+    logger = logging.getLogger("hf_longctx")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    trainer.train()
+    logger.removeHandler(lines)
+    trainer.save_model(str(folder / "final"))
+    result = {
+        "history": trainer.state.log_history,
+        "steps": trainer.state.global_step,
+        "max_steps": trainer.state.max_steps,
+        "scheduler": trainer.lr_scheduler.last_epoch,
+        "batches": len(trainer.get_train_dataloader()),
+        "summary": trainer.longctx_summary(),
+        "lines": lines.lines,
+    }
+    if CASES[name].evaluation:
+        given = trainer.eval_dataset["long"]
+        predicted = trainer.predict(given)
+        result["test_loss"] = predicted.metrics["test_loss"]
+        result["eval_loss"] = trainer.evaluate()["eval_long_loss"]
+    return result
+
+
+def run_resume(name: str, folder: Path) -> dict[str, Any]:
+    """Train with checkpoints; then go on from one within the second epoch, with stock attention."""
+    import torch
+    from tiny import tiny
+
+    first = trainer_of(CASES[name], folder, save_steps=6)
+    first.train()
+    first.save_model(str(folder / "final"))
+    lines = Lines()
+    logging.getLogger("hf_longctx").addHandler(lines)
+    second = trainer_of(
+        CASES[name],
+        folder / "again",
+        model=tiny("sdpa", dtype=torch.float32),
+        save_strategy="no",
+    )
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    second.save_model(str(folder / "resumed"))
+    return {
+        "history": first.state.log_history,
+        "resumed": second.state.log_history,
+        "batches": len(first.get_train_dataloader()),
+        "attention": second.model.config._attn_implementation,
+        "lines": lines.lines,
+    }
+
+
+def run_digest(name: str, folder: Path) -> dict[str, Any]:
+    """Rank 1 draws with another seed than rank 0, documents of the same lengths."""
+    rank = int(os.environ["RANK"])
+    trainer = trainer_of(CASES[name], folder, data_seed=rank)
+    try:
+        trainer.train()
+    except ValueError as error:
+        return {"error": str(error), "steps": trainer.state.global_step}
+    return {"error": "", "steps": trainer.state.global_step}
+
+
+def run_until_death(name: str, folder: Path) -> dict[str, Any]:
+    """Rank 1 dies or raises in its second step."""
+    from transformers import TrainerCallback
+
+    class Dies(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1 and args.process_index == 1:
+                (folder.parent / "died").write_text(str(time.time()))
+                if name == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError(f"rank {args.process_index} raises")
+
+    trainer = trainer_of(CASES[name], folder)
+    trainer.add_callback(Dies())
+    trainer.train()
+    return {}
+
+
+RUNS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
+    "resume": run_resume,
+    "digest": run_digest,
+    "kill": run_until_death,
+    "raise": run_until_death,
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run the named cases; rank 0 writes `results.json`."""
+    import torch
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    torch.set_num_threads(1)
+    results = {name: RUNS.get(name, run)(name, folder / name) for name in names}
+    state = PartialState()
+    if state.is_main_process:
+        found = {
+            "world": state.num_processes,
+            "distributed_type": str(state.distributed_type),
+            "cases": results,
+        }
+        (folder / "results.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """How a launch ended.
+
+    Args:
+        code (`int`): Exit code of the launcher.
+        output (`str`): What all processes printed.
+        ended (`float`): When, in seconds since the epoch.
+        left (`list[int]`): Processes of the launch that still ran a second later.
+    """
+
+    code: int
+    output: str
+    ended: float
+    left: list[int]
+
+
+def launch(folder: Path, *names: str, processes: int, timeout: float = 240.0) -> Launched:
+    """Run cases under `accelerate launch` with the committed configuration."""
+    marker = uuid.uuid4().hex
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml")]
+    command += ["--num_processes", str(processes), __file__, str(folder), *names]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, MARKER: marker}
+    try:
+        ended = subprocess.run(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        at = time.time()
+        left = marked(marker)
+        if left:
+            time.sleep(1)
+            left = marked(marker)
+    finally:
+        for process in marked(marker):
+            os.kill(process, signal.SIGKILL)
+    return Launched(code=ended.returncode, output=ended.stdout, ended=at, left=left)
+
+
+def marked(marker: str) -> list[int]:
+    """Processes whose environment holds a launch's marker."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARKER}={marker}".encode() in (place / "environ").read_bytes():
+                found.append(int(place.name))
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
