@@ -99,6 +99,7 @@ def test_ranks_share_every_token_with_its_own_target_and_position(lengths, ranks
     assert found["position_ids"] == [i for n in documents_and_filler for i in range(n)]
     assert {x[KEY].filler for x in inputs} == {filler}
     assert {x[KEY].rank for x in inputs} == set(range(ranks))
+    assert len({x[KEY].contents for x in inputs}) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -120,6 +121,17 @@ def test_fragments_keep_the_target_of_their_last_token():
     assert targets(both) == [[15, 16, 17], [18, 19, -100]]
     truncated, _ = fit([10], capacity=4, overflow="truncate")
     assert targets([collate(rows, truncated)]) == [[11, 12, 13, 14]]
+
+
+def test_other_documents_of_the_same_lengths_are_told_apart():
+    rows = documents([4, 4, 8])
+    packs = [
+        (Piece(document=0, start=0, stop=4),),
+        (Piece(document=1, start=0, stop=4),),
+        (Piece(document=2, start=0, stop=4),),
+        (Piece(document=2, start=4, stop=8),),
+    ]
+    assert len({collate(rows, pack)[KEY].contents for pack in packs}) == 4
 
 
 class Reader(list):  # type: ignore[type-arg]

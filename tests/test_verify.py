@@ -31,7 +31,6 @@ ROOT = CONFIGS.parents[1]
 FLOAT64 = dict.fromkeys(("logit_error", "loss_error", "grad_error"), 1e-10)
 FLOAT32 = {f"{key}_vs_transformers": 1e-5 for key in FLOAT64}
 ZERO = {"leak": 0.0, "recompute_bytes": 0}
-Context = Callable[[], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +52,7 @@ def references():
     return {}
 
 
-def verify(pool: RankPool, family: str = "llama", **given: Any) -> dict[str, Any]:
+def verify(pool: Any, family: str = "llama", **given: Any) -> dict[str, Any]:
     options = {"name": "distca", "ranks": 2} | given
     return compare.verify(model=str(CONFIGS / f"tiny_{family}.json"), pool=pool, **options)
 
@@ -119,6 +118,7 @@ def test_batches_hold_the_documents_that_break_things():
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """For a while, another value of an attribute."""
     kept = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -186,7 +186,7 @@ def sent_twice() -> Any:
     return replaced(hook, "_with_batch", again)
 
 
-FAULTS: dict[str, tuple[Context, set[str]]] = {
+FAULTS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "one_document": (one_document, {"logit_error", "grad_error", "loss_error", "leak"}),
     "no_exchange": (no_exchange, {"logit_error", "grad_error", "loss_error"}),
     "wrong_scale": (wrong_scale, {"logit_error", "grad_error", "loss_error"}),
@@ -196,28 +196,42 @@ FAULTS: dict[str, tuple[Context, set[str]]] = {
 
 
 def run_faulty(context: RankContext, *, case: Any, fault: str) -> RankResult:
+    """A rank's job with a fault in it."""
     with FAULTS[fault][0]():
         return run_rank(context, case=case)
 
 
-class FaultyPool:
-    """A pool whose ranks compute something wrong."""
+class SharedPool:
+    """The session's ranks for one command, which must not end them."""
 
-    def __init__(self, pool: RankPool, fault: str) -> None:
-        self.pool, self.fault = pool, fault
+    def __init__(self, pool: RankPool) -> None:
+        self.pool = pool
 
     def run(self, job: Any, **given: Any) -> list[Any]:
-        assert job is run_rank
-        return self.pool.run(run_faulty, fault=self.fault, **given)
+        """As `RankPool.run`."""
+        return self.pool.run(job, **given)
 
     def close(self) -> None:
-        """The pool stays."""
+        """The ranks stay."""
+
+
+class FaultyPool(SharedPool):
+    """Ranks that compute something wrong."""
+
+    def __init__(self, pool: RankPool, fault: str) -> None:
+        super().__init__(pool)
+        self.fault = fault
+
+    def run(self, job: Any, **given: Any) -> list[Any]:
+        """`run_faulty` in place of `run_rank`."""
+        assert job is run_rank
+        return self.pool.run(run_faulty, fault=self.fault, **given)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["distca", "ring"])
 def test_a_fault_breaks_the_bounds_that_it_touches(rank_pool, name, fault):
-    report = verify(FaultyPool(rank_pool, fault), name=name)  # type: ignore[arg-type]
+    report = verify(FaultyPool(rank_pool, fault), name=name)
     broken = {line.split()[0] for line in report["failed"]}
     ours = {key for key in FAULTS[fault][1] if key in FLOAT64}
     assert broken == FAULTS[fault][1] | {f"{key}_vs_transformers" for key in ours}
@@ -226,7 +240,7 @@ def test_a_fault_breaks_the_bounds_that_it_touches(rank_pool, name, fault):
 
 
 def test_one_rank_that_reads_all_rows_as_one_document_leaks(rank_pool):
-    report = verify(FaultyPool(rank_pool, "one_document"), ranks=1)  # type: ignore[arg-type]
+    report = verify(FaultyPool(rank_pool, "one_document"), ranks=1)
     assert report["leak"] > 1e-3 and report["logit_error"] > 1e-3
     assert any(line.startswith("leak ") for line in report["failed"])
 
@@ -242,6 +256,7 @@ GOOD |= {"bytes_sent": 8, "bytes_planned": 8, "attention_calls": 4}
         *((key, 2e-5) for key in FLOAT32),
         ("logit_error", float("nan")),
         ("leak", 1e-300),
+        ("leak", float("nan")),
         ("recompute_bytes", 1),
         ("bytes_sent", 9),
         ("attention_calls", 0),
@@ -262,10 +277,13 @@ def test_bf16_is_measured_by_the_plain_path():
     assert len(compare._failed(good | bad, "bf16", plain)) == 3
 
 
-def test_nan_is_an_error_of_infinity():
-    ours = compare.Reference([torch.tensor([float("nan")])], 1.0, {"w": torch.ones(1)})
-    right = compare.Reference([torch.ones(1)], 1.0, {"w": torch.ones(1)})
-    assert compare.errors(ours, right)["logit_error"] == float("inf")
+def test_nan_in_any_tensor_is_an_error_of_infinity():
+    good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    right = compare.Reference([good, good], 1.0, {"a": good, "b": good})
+    ours = compare.Reference([good, bad], 1.0, {"a": good, "b": bad})
+    assert compare.errors(right, right) == dict.fromkeys(FLOAT64, 0.0)
+    infinite = dict.fromkeys(("logit_error", "grad_error"), float("inf"))
+    assert compare.errors(ours, right) == {"loss_error": 0.0} | infinite
 
 
 def fail(context: RankContext, *, how: str) -> None:
@@ -302,16 +320,6 @@ def command(monkeypatch, rank_pool, tmp_path):
         return code, json.loads(place.read_text()) if place.exists() else None
 
     return run
-
-
-class SharedPool(FaultyPool):
-    """The session's pool, which outlives a command."""
-
-    def __init__(self, pool: RankPool) -> None:
-        self.pool = pool
-
-    def run(self, job: Any, **given: Any) -> list[Any]:
-        return self.pool.run(job, **given)
 
 
 RING = ("--attn_implementation", "ring", "--ranks", "2")

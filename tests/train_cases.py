@@ -152,6 +152,7 @@ def arguments(case: Case, folder: Path, **changes: Any) -> Any:
         "learning_rate": 0.1,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
+        "logging_nan_inf_filter": False,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
