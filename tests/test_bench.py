@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TINY = Shape(layers=2, hidden=32, mlp=48, heads=2, kv_heads=1, head_dim=16, vocabulary=64)
 SETTING = {"shape", "dtype", "seed", "processes", "threads_per_process", "allocator", "cpu"}
-SETTING |= {"cores", "torch", "transformers", "rounds", "documents", "tokens"}
+SETTING |= {"clock", "cores", "torch", "transformers", "rounds", "documents", "tokens"}
 PUBLISHED = (8192,) + (256,) * 32
 
 
@@ -101,7 +101,7 @@ def test_distca_case_is_uneven_and_planned_within_the_tolerance() -> None:
 
 
 def step(seconds: float, attending: float, *, sent: int = 0) -> Step:
-    return Step(seconds=seconds, attending=attending, waiting=0.25, sent=sent)
+    return Step(seconds=seconds, attending=attending, waiting=0.25, wall=seconds + 1, sent=sent)
 
 
 def test_distca_figures_from_known_seconds() -> None:
@@ -119,6 +119,7 @@ def test_distca_figures_from_known_seconds() -> None:
     assert found["t_static"] == 14.0  # the slower rank, each in its best round
     assert found["t_ideal"] == 6.0 + (8.0 + 2.0) / 2
     assert found["t_ours"] == 12.0  # the round that ends first
+    assert (found["wall_t_static"], found["wall_t_ours"]) == (15.0, 13.0)
     assert found["ideal_speedup"] == 14.0 / 11.0
     assert found["gain_captured"] == pytest.approx((14.0 - 12.0) / (14.0 - 11.0))
     assert found["attention_seconds_max_over_mean"] == 6.0 / 5.5

@@ -128,9 +128,9 @@ def product_rate(size: int = 1024) -> float:
 def keep_pages() -> str:
     """Let the allocator keep freed memory, for every side alike; says what it did.
 
-    glibc returns each freed tensor above 32 MiB to the system, which then hands its pages out anew,
-    zeroed: on virtual machines that took up to a third of a packed step, in no relation to the
-    code that is compared.
+    glibc gives each freed tensor above 32 MiB back to the system, which hands its pages out anew,
+    zeroed. On a virtual machine that took a twentieth to a quarter of a packed step, and hardly any
+    of one document's, whatever code attends.
     """
     trim_threshold, mmap_max = -1, -4
     libc = ctypes.CDLL(None)
@@ -141,8 +141,8 @@ def keep_pages() -> str:
     return "glibc, freed pages kept (mallopt M_MMAP_MAX=0, M_TRIM_THRESHOLD=2**31-1)"
 
 
-def setting(shape: Shape, *, processes: int, allocator: str) -> dict[str, Any]:
-    """What a figure holds for: shape, seed, versions and machine."""
+def setting(shape: Shape, *, processes: int, allocator: str, clock: str) -> dict[str, Any]:
+    """What a figure holds for: shape, seed, versions, machine, and what counts as a second."""
     return {
         "shape": ", ".join(f"{name} {value}" for name, value in asdict(shape).items()),
         "dtype": "float32",
@@ -150,6 +150,7 @@ def setting(shape: Shape, *, processes: int, allocator: str) -> dict[str, Any]:
         "processes": processes,
         "threads_per_process": 1,
         "allocator": allocator,
+        "clock": clock,
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,

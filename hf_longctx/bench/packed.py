@@ -190,7 +190,7 @@ def run(
     long = measure(shape, lengths, sides=sides, rounds=rounds, rate=rate)
     few = measure(shape, short, sides=sides[:2], rounds=rounds, rate=rate)
     return {
-        **setting(shape, processes=1, allocator=allocator),
+        **setting(shape, processes=1, allocator=allocator, clock="CPU seconds of the process"),
         "rounds": rounds,
         **{f"rounds_{side}": 1 for side in ONCE},
         "product_gflops": rate / 1e9,
