@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from .support import refuse_arguments
 
 _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
-    "longctx_layout": ("auto", "contiguous", "spread"),
+    "longctx_layout": ("auto", "contiguous", "zigzag", "spread"),
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
     "longctx_overlap": ("none",),
@@ -43,7 +43,7 @@ class LongCtxArguments:
         None, "Ranks that share one batch; must divide the trainers. Default: all trainers."
     )
     longctx_layout: Literal["auto", "contiguous", "zigzag", "spread"] = _flag(
-        "auto", "How documents are cut over ranks. auto: spread for distca, contiguous for ring."
+        "auto", "How documents are cut over ranks. auto: spread for distca, zigzag for ring."
     )
     longctx_balance: Literal["none", "tokens", "attention"] = _flag(
         "tokens", "How packs are filled: none keeps the order, tokens fits documents best."
@@ -106,10 +106,10 @@ class LongCtxArguments:
                 )
 
     def layout_for(self, name: str) -> str:
-        """The layout under an attention name: `auto` is spread for distca, else contiguous."""
+        """The layout under an attention name: `auto` is spread for distca, zigzag for ring."""
         if self.longctx_layout != "auto":
             return self.longctx_layout
-        return "spread" if name == "distca" else "contiguous"
+        return {"distca": "spread", "ring": "zigzag"}.get(name, "contiguous")
 
 
 @dataclass(kw_only=True)

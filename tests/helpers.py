@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_longctx.comm.channels import Channel, Exchange, Hub
 from hf_longctx.kernels.reference import attention
+from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.count import Widths
 from hf_longctx.plan.layout import LAYOUTS, Layout, cut
@@ -192,7 +193,12 @@ def run_threads(plan: Plan, rows: Rows, *, channels: Sequence[Channel] | None = 
     shards: list[Results | None] = [None] * ranks
 
     def work(rank: int) -> None:
-        layer = Layer(plan.program(rank), channels[rank], SCALE, plan.kind.window, accounts[rank])
+        layer = Layer(
+            plan.program(rank),
+            channels[rank],
+            Scoring(scale=SCALE, window=plan.kind.window),
+            accounts[rank],
+        )
         own = shard(plan.layout, rank, rows)
         shards[rank] = differentiate(lambda q, k, v: attend(layer, q, k, v)[0], own)
 
@@ -252,8 +258,7 @@ def run_lock_step(plan: Plan, rows: Rows, *, seed: int = 0) -> Results:
                 dtype=rows.q.dtype,
                 backward=direction,
                 channel=channels[rank],
-                scale=SCALE,
-                window=plan.kind.window,
+                scoring=Scoring(scale=SCALE, window=plan.kind.window),
             )
             for rank in ranks
         ]

@@ -157,7 +157,7 @@ def test_batches_of_other_loaders_are_refused(tmp_path):
         ({"longctx_group_size": 0}, "longctx_group_size=0 must be at least 1 and divide"),
         ({"longctx_tolerance": -0.1}, "longctx_tolerance=-0.1 must be 0 or more"),
         ({"longctx_tolerance": float("nan")}, "longctx_tolerance=nan must be 0 or more"),
-        ({"longctx_layout": "zigzag"}, "longctx_layout='zigzag' is not built yet; use one of"),
+        ({"longctx_layout": "zigzga"}, "longctx_layout='zigzga' is not built yet; use one of"),
         ({"longctx_balance": "attention"}, "longctx_balance='attention' is not built yet"),
         ({"longctx_overlap": "heads"}, "longctx_overlap='heads' is not built yet"),
         ({"longctx_servers": 2}, "longctx_servers=2 is not built yet; use one of 0"),

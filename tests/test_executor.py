@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_longctx.comm.channels import Channel, Exchange, ExchangeError, Hub, Parcel, ThreadChannel
+from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.plan.count import peak_bytes, sent_in_layer
 from hf_longctx.plan.layout import cut
 from hf_longctx.plan.plans import Plan, make_plan
@@ -216,7 +217,7 @@ def test_a_missing_message_names_rank_operation_and_peer(algorithm: str) -> None
     plan = planned(algorithm, [600], ranks=2, rows=rows)
     hub = Hub(2, timeout=0.2)
     own = shard(plan.layout, 1, rows)
-    layer = Layer(plan.program(1), hub.channels()[1], SCALE, 0, Account())
+    layer = Layer(plan.program(1), hub.channels()[1], Scoring(scale=SCALE), Account())
     started = time.monotonic()
     expected = r"rank 1: exchange 0 of forward phase 0 with rank 0 did not finish: no message"
     with pytest.raises(ExchangeError, match=expected):
@@ -232,7 +233,7 @@ def test_a_peer_that_stops_in_backward_is_named() -> None:
     def work(rank: int) -> None:
         own = shard(plan.layout, rank, rows)
         q = own.q.requires_grad_()
-        layer = Layer(plan.program(rank), channels[rank], SCALE, 0, Account())
+        layer = Layer(plan.program(rank), channels[rank], Scoring(scale=SCALE), Account())
         out, _ = attend(layer, q, own.k, own.v)
         if rank == 0:
             out.backward(own.grad)
@@ -288,7 +289,7 @@ def test_an_expanded_gradient_and_strided_rows(algorithm: str) -> None:
     def work(rank: int) -> None:
         own = shard(plan.layout, rank, rows)
         leaves = [strided(x) for x in (own.q, own.k, own.v)]
-        layer = Layer(plan.program(rank), channels[rank], SCALE, 0, Account())
+        layer = Layer(plan.program(rank), channels[rank], Scoring(scale=SCALE), Account())
         out, _ = attend(layer, *(x.transpose(0, 1) for x in leaves))
         out.sum().backward()
         dq, dk, dv = (x.grad.transpose(0, 1) for x in leaves if x.grad is not None)
@@ -309,13 +310,15 @@ def test_a_recompute_with_saved_results_sends_nothing() -> None:
 
     def work(rank: int) -> None:
         own, program = shard(plan.layout, rank, rows), plan.program(rank)
-        first = Layer(program, channels[rank], SCALE, 0, Account())
+        first = Layer(program, channels[rank], Scoring(scale=SCALE), Account())
         with torch.no_grad():
             out, lse = attend(first, own.q, own.k, own.v)
         before = channels[rank].sent.total()
 
         def again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layer = Layer(program, channels[rank], SCALE, 0, Account(), saved=(out, lse))
+            layer = Layer(
+                program, channels[rank], Scoring(scale=SCALE), Account(), saved=(out, lse)
+            )
             return attend(layer, q, k, v)[0]
 
         leaves = [x.requires_grad_() for x in (own.q, own.k, own.v)]

@@ -19,6 +19,7 @@ from hf_longctx.kernels import softmax
 from hf_longctx.kernels.merge import merge
 from hf_longctx.kernels.pieces import CAUSAL, FULL, Piece, Task, calls, pieces
 from hf_longctx.kernels.reference import partial, visible
+from hf_longctx.kernels.softmax import Scoring
 
 HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -72,8 +73,7 @@ def forward(
             q={"q": rows.q},
             kv={"k": rows.k, "v": rows.v},
             into=into,
-            scale=SCALE,
-            window=window,
+            scoring=Scoring(scale=SCALE, window=window),
         )
     return into
 
@@ -92,8 +92,7 @@ def backward(
             grad={"grad_out": rows.grad, "out": final["out"].to(rows.q.dtype), "lse": final["lse"]},
             dq={"dq": dq},
             dkv={"dk": dk, "dv": dv},
-            scale=SCALE,
-            window=window,
+            scoring=Scoring(scale=SCALE, window=window),
         )
     return Results(out=final["out"], dq=dq, dk=dk, dv=dv)
 

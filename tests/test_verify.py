@@ -348,7 +348,7 @@ def test_exit_code_1_still_writes_json(command, monkeypatch):
     ("flags", "family", "message"),
     [
         (RING, "bloom", "model_type=bloom: this family never calls"),
-        ((*RING, "--layout", "zigzag"), "llama", "longctx_layout='zigzag' is not built yet"),
+        ((*RING, "--overlap", "heads"), "llama", "longctx_overlap='heads' is not built yet"),
         (("--attn_implementation", "distac", "--ranks", "2"), "llama", "'distac' is not ours"),
         (("--attn_implementation", "charm", "--ranks", "2"), "llama", "'charm' is not built yet"),
         (("--attn_implementation", "ring", "--ranks", "0"), "llama", "--ranks 0 must be at least"),

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..data.batch import KEY, LongCtxBatch
+from ..kernels.softmax import Scoring
 from ..plan.cost import LayerKind
 from ..plan.plans import local_plan
 from ..plan.program import Program
 from ..runtime.autograd import Layer, attend
 from ..runtime.binding import Runtime
 from ..support import refuse_call
+from .dense import dense
 from .documents import local_documents, refuse_packed_padding
 from .masks import SlidingWindow
 
@@ -53,21 +54,23 @@ def run(
     Raises:
         ValueError: for anything that would not be computed exactly; see `support`.
     """
-    window = _window(attention_mask, kwargs.get("sliding_window"))
     refuse_call(module, query=query, key=key, value=value, dropout=dropout, arguments=kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scoring = Scoring(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=_window(attention_mask, kwargs.get("sliding_window")),
+        softcap=float(kwargs.get("softcap") or 0.0),
+    )
+    sinks: Tensor | None = kwargs.get("s_aux")
     batch: LongCtxBatch | None = kwargs.get(KEY)
     if isinstance(attention_mask, Tensor):
         _refuse_mask_with_documents(batch, kwargs, attention_mask)
-        return _dense(query, key, value, attention_mask, scale), None
+        return dense(query, key, value, attention_mask, scoring=scoring, sinks=sinks), None
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if batch is None:
-        program = _local_program(query, key, window, kwargs)
-        layer = Layer(program, None, scale, window, Runtime().account)
-        out = attend(layer, *rows)[0]
+        program = _local_program(query, key, scoring.window, kwargs)
+        out = attend(Layer(program, None, scoring, Runtime().account), *rows, sinks=sinks)[0]
     else:
-        kind = _kind(query, key, value, window)
-        out = _with_batch(algorithm, module, batch, rows, scale, kind)
+        out = _with_batch(algorithm, module, batch, rows, scoring, sinks)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
@@ -84,14 +87,6 @@ def _window(mask: Tensor | SlidingWindow | None, sliding_window: int | None) -> 
     return masked or 0
 
 
-def _kind(query: Tensor, key: Tensor, value: Tensor, window: int) -> LayerKind:
-    return LayerKind(
-        window=window,
-        query_width=query.shape[1] * query.shape[3],
-        key_value_width=key.shape[1] * (key.shape[3] + value.shape[3]),
-    )
-
-
 def _refuse_mask_with_documents(
     batch: LongCtxBatch | None, kwargs: dict[str, Any], mask: Tensor
 ) -> None:
@@ -101,14 +96,6 @@ def _refuse_mask_with_documents(
             "cu_seq_lens_q): a padded batch was handed to a packed path; drop attention_mask"
         )
     refuse_packed_padding(kwargs.get("position_ids"), mask)
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Local attention under a dense mask `[B, 1, S, keys]`, by PyTorch."""
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out.transpose(1, 2).contiguous()
 
 
 def _local_program(query: Tensor, key: Tensor, window: int, kwargs: dict[str, Any]) -> Program:
@@ -131,8 +118,8 @@ def _with_batch(
     module: nn.Module,
     batch: LongCtxBatch,
     rows: list[Tensor],
-    scale: float,
-    kind: LayerKind,
+    scoring: Scoring,
+    sinks: Tensor | None,
 ) -> Tensor:
     """This rank's rows of a group's batch; in a recompute, what the first forward saved."""
     held = batch.layout.rows(batch.rank)
@@ -147,16 +134,21 @@ def _with_batch(
             f"a batch cut over {batch.layout.ranks} ranks reached attention without a channel; "
             "train with LongCtxTrainer, which binds one to each batch"
         )
+    kind = LayerKind(
+        window=scoring.window,
+        query_width=rows[0][0].numel() if held else 1,
+        key_value_width=rows[1][0].numel() + rows[2][0].numel() if held else 1,
+    )
     program = batch.plan(algorithm, kind).program(batch.rank)
     account, name = runtime.account, getattr(module, "layer_idx", id(module))
     recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
-    layer = Layer(program, runtime.channel, scale, kind.window, account)
+    layer = Layer(program, runtime.channel, scoring, account)
     before = runtime.sent_bytes
     if recompute:
         layer.saved = batch.saved.take(name)
     else:
         layer.forget = lambda: batch.saved.drop(name)
-    out, lse = attend(layer, *rows)
+    out, lse = attend(layer, *rows, sinks=sinks)
     if recompute:
         account.recomputed += 1
         account.recompute_bytes += runtime.sent_bytes - before

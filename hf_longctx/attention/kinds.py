@@ -39,12 +39,19 @@ def layer_widths(config: Any, *, dtype: torch.dtype) -> Widths:
     """Sizes of the rows that attention layers exchange, for a model of `dtype`."""
     config = _text(config)
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rotated = getattr(config, "qk_rope_head_dim", None)
+    if rotated:  # multi-head latent attention: keys of all heads, values of their own size
+        head_dim = config.qk_nope_head_dim + rotated
+        kv_heads, value_dim = heads, config.v_head_dim
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        value_dim = head_dim
     return Widths(
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
+        value_dim=value_dim,
         itemsize=dtype.itemsize,
         wide_itemsize=max(4, dtype.itemsize),
     )

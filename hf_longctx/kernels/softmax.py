@@ -5,10 +5,13 @@ size. Arrays are `[T, heads, D]`; partials and gradients are accumulated in floa
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from .capped import Capped
 from .merge import merge
 from .pieces import BAND, CAUSAL, Call
 
@@ -27,20 +30,44 @@ def _mask(call: Call, window: int, like: Tensor) -> Tensor | None:
     return torch.zeros(rows, keys, dtype=like.dtype).masked_fill(~seen, float("-inf"))
 
 
-def attend(call: Call, *, q: Fields, kv: Fields, into: Fields, scale: float, window: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How scores are formed from queries and keys.
+
+    Args:
+        scale (`float`, *optional*, defaults to 1.0): Factor on the products.
+        window (`int`, *optional*, defaults to 0): Keys a row sees, itself included; 0 for all.
+        softcap (`float`, *optional*, defaults to 0.0): Bound of the scores; 0 for none.
+    """
+
+    scale: float = 1.0
+    window: int = 0
+    softcap: float = 0.0
+
+    def capped(self, call: Call, like: Tensor) -> Capped:
+        """The same scores for the kernel that caps them."""
+        mask = _mask(call, self.window, like)
+        causal = call.mask == CAUSAL
+        return Capped(causal=causal, mask=mask, scale=self.scale, softcap=self.softcap)
+
+
+def attend(call: Call, *, q: Fields, kv: Fields, into: Fields, scoring: Scoring) -> None:
     """Compute a call's partials `(out, lse)` and store them in `into`, or merge them with what
     earlier pieces of the same rows left there."""
     rows, keys, target = (call.rows[role] for role in ("q", "kv", "into"))
-    query = rows.read(q["q"])
-    out, lse = _forward(
-        query,
-        keys.read(kv["k"]),
-        keys.read(kv["v"]),
-        0.0,
-        call.mask == CAUSAL,
-        attn_mask=_mask(call, window, query),
-        scale=scale,
-    )
+    query, key, value = rows.read(q["q"]), keys.read(kv["k"]), keys.read(kv["v"])
+    if scoring.softcap:
+        out, lse = scoring.capped(call, query).forward(query, key, value)
+    else:
+        size = max(query.shape[-1], value.shape[-1])
+        out, lse = _forward(
+            *(_padded(t, size) for t in (query, key, value)),
+            0.0,
+            call.mask == CAUSAL,
+            attn_mask=_mask(call, scoring.window, query),
+            scale=scoring.scale,
+        )
+        out = out[..., : value.shape[-1]]
     if call.merges:
         wide = into["lse"].dtype
         before = target.read(into["out"]).to(wide), target.read(into["lse"])[..., 0]
@@ -50,15 +77,7 @@ def attend(call: Call, *, q: Fields, kv: Fields, into: Fields, scale: float, win
 
 
 def attend_grad(
-    call: Call,
-    *,
-    q: Fields,
-    kv: Fields,
-    grad: Fields,
-    dq: Fields,
-    dkv: Fields,
-    scale: float,
-    window: int,
+    call: Call, *, q: Fields, kv: Fields, grad: Fields, dq: Fields, dkv: Fields, scoring: Scoring
 ) -> None:
     """Add a call's gradients to `dq` and `dkv`.
 
@@ -66,20 +85,28 @@ def attend_grad(
     only some of a row's keys gives its exact share.
     """
     rows, keys, given = (call.rows[role] for role in ("q", "kv", "grad"))
-    query = rows.read(q["q"])
-    d_query, d_key, d_value = _backward(
-        given.read_zero_padded(grad["grad_out"]),
-        query,
-        keys.read(kv["k"]),
-        keys.read(kv["v"]),
-        given.read(grad["out"]),
-        given.read(grad["lse"])[..., 0],
-        0.0,
-        call.mask == CAUSAL,
-        attn_mask=_mask(call, window, query),
-        scale=scale,
-    )
+    query, key, value = rows.read(q["q"]), keys.read(kv["k"]), keys.read(kv["v"])
+    grad_out, out = given.read_zero_padded(grad["grad_out"]), given.read(grad["out"])
+    lse = given.read(grad["lse"])[..., 0]
+    if scoring.softcap:
+        capped = scoring.capped(call, query)
+        d_query, d_key, d_value = capped.backward(grad_out, query, key, value, out, lse)
+    else:
+        size = max(query.shape[-1], value.shape[-1])
+        d_query, d_key, d_value = _backward(
+            *(_padded(t, size) for t in (grad_out, query, key, value, out)),
+            lse,
+            0.0,
+            call.mask == CAUSAL,
+            attn_mask=_mask(call, scoring.window, query),
+            scale=scoring.scale,
+        )
     # Rows of padding got no output gradient and are the only ones that see padding: theirs is zero.
-    call.rows["dq"].add(dq["dq"], d_query)
-    call.rows["dkv"].add(dkv["dk"], d_key)
-    call.rows["dkv"].add(dkv["dv"], d_value)
+    call.rows["dq"].add(dq["dq"], d_query[..., : query.shape[-1]])
+    call.rows["dkv"].add(dkv["dk"], d_key[..., : key.shape[-1]])
+    call.rows["dkv"].add(dkv["dv"], d_value[..., : value.shape[-1]])
+
+
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    """Zeros behind the last axis: the kernel wants queries, keys and values of one size."""
+    return pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor

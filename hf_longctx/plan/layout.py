@@ -15,7 +15,7 @@ import numpy as np
 from ..intervals import Range, subtract, union
 from .cost import entries
 
-LAYOUTS = ("contiguous", "spread")
+LAYOUTS = ("contiguous", "zigzag", "spread")
 GRANULE = 128  # rows; a flash kernel loses speed on shorter pieces
 
 
@@ -104,9 +104,10 @@ def cut(lengths: Sequence[int], *, ranks: int, layout: str) -> Layout:
     Args:
         lengths (`Sequence[int]`): Tokens of each document, each at least 1.
         ranks (`int`): Ranks of the group, at least 1.
-        layout (`str`): `contiguous` (documents end to end, cut in equal parts) or `spread` (long
-            documents head-tail over several ranks with widths by free room, the rest whole, the
-            last ones split so that every rank is full).
+        layout (`str`): `contiguous` (documents end to end, cut in equal parts), `zigzag` (every
+            document head-tail over all ranks) or `spread` (long documents head-tail over several
+            ranks with widths by free room, the rest whole, the last ones split so that every rank
+            is full).
 
     Raises:
         ValueError: on an unknown layout, fewer than one rank, no document or an empty document.
@@ -119,7 +120,7 @@ def cut(lengths: Sequence[int], *, ranks: int, layout: str) -> Layout:
         raise ValueError(f"a batch needs documents of at least one token, got lengths {lengths}")
     total = int(sum(lengths))
     room = [total // ranks + (r < total % ranks) for r in range(ranks)]
-    place = _contiguous if layout == "contiguous" else _spread
+    place = {"contiguous": _contiguous, "zigzag": _zigzag, "spread": _spread}[layout]
     held: dict[tuple[int, int], list[Range]] = defaultdict(list)
     for rank, document, start, stop in place(list(map(int, lengths)), list(room)):
         held[rank, document].append((start, stop))
@@ -139,6 +140,31 @@ _Share = tuple[int, int, int, int]  # rank, document, start, stop
 
 def _contiguous(lengths: list[int], room: list[int]) -> Iterator[_Share]:
     yield from _fill([(d, (0, n)) for d, n in enumerate(lengths)], room)
+
+
+def _zigzag(lengths: list[int], room: list[int]) -> Iterator[_Share]:
+    """Rank r takes pieces r and 2 ranks - 1 - r of each document, all of nearly equal size.
+
+    Tokens that do not divide go one each to the pieces of the ranks with the most room, so nothing
+    is padded; where a rank is full before its piece ends, the rest goes where there is room.
+    """
+    ranks, rest = len(room), []
+    for document, n in enumerate(lengths):
+        size, extra = divmod(n, 2 * ranks)
+        sizes = [size] * (2 * ranks)
+        roomy = sorted(range(ranks), key=lambda r: (-room[r], r))
+        for piece in [*roomy, *(2 * ranks - 1 - r for r in roomy)][:extra]:
+            sizes[piece] += 1
+        start = 0
+        for piece, size in enumerate(sizes):
+            rank = min(piece, 2 * ranks - 1 - piece)
+            held = min(size, room[rank])
+            if held:
+                yield rank, document, start, start + held
+                room[rank] -= held
+            rest.append((document, (start + held, start + size)))
+            start += size
+    yield from _fill(rest, room)
 
 
 def _fill(pieces: list[tuple[int, Range]], room: list[int]) -> Iterator[_Share]:

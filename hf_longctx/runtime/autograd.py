@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm.channels import Channel
+from ..kernels.merge import merge
+from ..kernels.softmax import Scoring
 from ..plan.count import Widths
 from ..plan.program import Program
 from .executor import Account, Execution, drive
@@ -28,8 +30,7 @@ class Layer:
     Args:
         program (`Program`): This rank's program.
         channel (`Channel`, *optional*): Needed where the program exchanges.
-        scale (`float`): Factor on the scores.
-        window (`int`): Keys a row sees; 0 for all.
+        scoring (`Scoring`): How scores are formed.
         account (`Account`): Where to add what was done.
         saved (`tuple[Tensor, Tensor]`, *optional*): `(out, lse)` of the first forward, in a
             recompute.
@@ -38,8 +39,7 @@ class Layer:
 
     program: Program
     channel: Channel | None
-    scale: float
-    window: int
+    scoring: Scoring
     account: Account
     saved: tuple[Tensor, Tensor] | None = None
     forget: Callable[[], None] | None = None
@@ -59,8 +59,7 @@ class Layer:
             dtype=q_THD.dtype,
             backward=backward,
             channel=self.channel,
-            scale=self.scale,
-            window=self.window,
+            scoring=self.scoring,
             account=self.account,
         )
         self.run.bind(_Q, q=q_THD)
@@ -80,10 +79,15 @@ class Layer:
 
 
 class _Phase(torch.autograd.Function):
-    """Phase `index` of `phases`. The first takes q, k, v; the last gives out; tokens tie them."""
+    """Phase `index` of `phases`. The first takes q, k, v; the last gives out; tokens tie them.
+
+    The last may take sinks, one score per head: a sink is a partial `(0, sink)` of every row.
+    """
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, index: int, phases: int, *given: Tensor) -> Any:
+    def forward(
+        ctx: Any, layer: Layer, index: int, phases: int, sinks: Tensor | None, *given: Tensor
+    ) -> Any:
         ctx.layer, ctx.index, ctx.phases, ctx.given = layer, index, phases, len(given)
         first, last = index == 0, index == phases - 1
         q, k, v = given[-3:] if first or last else (None, None, None)
@@ -97,18 +101,22 @@ class _Phase(torch.autograd.Function):
         if layer.saved is None:
             fields = layer.finish().fields(_OUT)
             out, lse = fields["out"], fields["lse"]
+            if sinks is not None:
+                out, lse = _with_sinks(out, lse, sinks)
         else:
             (out, lse), layer.saved = layer.saved, None
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layer = ctx.layer
+        layer, d_sinks = ctx.layer, None
         if ctx.index == ctx.phases - 1:
-            q, k, v, out, lse = ctx.saved_tensors
+            q, k, v, out, lse, sinks = ctx.saved_tensors
+            if sinks is not None:
+                d_sinks = _sinks_grad(grads[0], out, lse, sinks)
             if layer.forget is not None:
                 layer.forget()
             run = layer.start(q, k, v, backward=True)
@@ -116,27 +124,48 @@ class _Phase(torch.autograd.Function):
         layer.advance(ctx.phases - 1 - ctx.index)
         if ctx.index:
             rows = (None,) * (ctx.given - 1)  # detached: the first phase returns their gradients
-            return None, None, None, grads[0].new_zeros(0), *rows
+            return None, None, None, d_sinks, grads[0].new_zeros(0), *rows
         run = layer.finish()
         dtype = run.dtype
         dq, dkv = run.fields(_DQ), run.fields(_DKV)
-        return None, None, None, dq["dq"].to(dtype), dkv["dk"].to(dtype), dkv["dv"].to(dtype)
+        qkv = dq["dq"].to(dtype), dkv["dk"].to(dtype), dkv["dv"].to(dtype)
+        return None, None, None, d_sinks, *qkv
 
 
-def attend(layer: Layer, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge each head's partial `(0, sink)` into every row of `out [T, H, V]`, `lse [T, H, 1]`."""
+    zero, score = torch.zeros_like(out, dtype=lse.dtype), sinks.to(lse.dtype).expand(lse.shape[:2])
+    merged, norm = merge(out.to(lse.dtype), lse[..., 0], zero, score)
+    return merged.to(out.dtype), norm[..., None]
+
+
+def _sinks_grad(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A sink's value is zero, so its score's gradient in a row is minus its weight times delta."""
+    wide = lse.dtype
+    delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
+    return -(torch.exp(sinks.to(wide) - lse[..., 0]) * delta).sum(0).to(sinks.dtype)
+
+
+def attend(
+    layer: Layer, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Run one layer's attention.
 
     Args:
         layer (`Layer`): The call; with `saved` set nothing is computed or sent.
         q_THD, k_TKD, v_TKD (`Tensor`): The rank's own rows, of one dtype.
+        sinks (`Tensor`, *optional*): `[H]`, a learned score of each head that takes weight and
+            gives no value.
 
     Returns:
         `out [T, H, V]` in that dtype, differentiable, and `lse [T, H, 1]` (float32 or wider).
     """
     given = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_THD, k_TKD, v_TKD)]
     phases = len(layer.program.forward)
-    token = _Phase.apply(layer, 0, phases, *given)
+    token = _Phase.apply(layer, 0, phases, sinks if phases == 1 else None, *given)
     rows = [t.detach() for t in given]
-    for index in range(1, phases):
-        token = _Phase.apply(layer, index, phases, token, *(rows if index == phases - 1 else ()))
+    for index in range(1, phases - 1):
+        token = _Phase.apply(layer, index, phases, None, token)
+    if phases > 1:
+        token = _Phase.apply(layer, phases - 1, phases, sinks, token, *rows)
     return token

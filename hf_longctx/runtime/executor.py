@@ -17,6 +17,7 @@ from ..comm.channels import Channel, Exchange, Parcel
 from ..kernels import softmax
 from ..kernels.merge import merge
 from ..kernels.pieces import Call, Task, calls
+from ..kernels.softmax import Scoring
 from ..plan.count import Widths, lifetimes
 from ..plan.program import (
     HOME,
@@ -116,8 +117,7 @@ class Execution:
         dtype (`torch.dtype`): The model's dtype; wide fields are float32, or float64 with it.
         backward (`bool`): Which direction.
         channel (`Channel`, *optional*): Needed where the program exchanges.
-        scale (`float`, *optional*, defaults to 1.0): Factor on the scores.
-        window (`int`, *optional*, defaults to 0): Keys a row sees; 0 for all.
+        scoring (`Scoring`, *optional*): How scores are formed.
         local (`Callable`, *optional*): Runs the layer's own steps: `(step, into)`.
         account (`Account`, *optional*): Where to add what was done.
     """
@@ -130,15 +130,14 @@ class Execution:
         dtype: torch.dtype,
         backward: bool,
         channel: Channel | None = None,
-        scale: float = 1.0,
-        window: int = 0,
+        scoring: Scoring | None = None,
         local: Callable[[int, Fields], None] | None = None,
         account: Account | None = None,
     ) -> None:
         self.program, self.widths, self.dtype = program, widths, dtype
         self.wide = torch.promote_types(dtype, torch.float32)
         self.backward, self.channel, self.local = backward, channel, local
-        self.scale, self.window = scale, window
+        self.scoring = scoring or Scoring()
         self.account = account or Account()
         self.arrays: dict[int, Fields] = {}
         self._pending: dict[int, tuple[Exchange, list[tuple[Tensor, tuple[Block, ...]]]]] = {}
@@ -192,7 +191,7 @@ class Execution:
 
     def phase(self, number: int) -> Generator[Exchange]:
         """Run one phase; yields an exchange at each wait, to be resumed once it is done."""
-        for step in _steps(self.program, self.window, self.backward)[number]:
+        for step in _steps(self.program, self.scoring.window, self.backward)[number]:
             match step:
                 case Post():
                     self._post(step, number)
@@ -270,7 +269,7 @@ class Execution:
         arrays = {role: self.fields(array) for role, array in step.arrays.items()}
         kernel = softmax.attend_grad if step.backward else softmax.attend
         for call in step.calls:
-            kernel(call, **arrays, scale=self.scale, window=self.window)
+            kernel(call, **arrays, scoring=self.scoring)
         self.account.attending += self.account.clock() - started
 
 

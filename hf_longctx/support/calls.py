@@ -13,7 +13,7 @@ CALL_KEYWORDS = frozenset((
     "position_ids", "use_cache", "cache_position", "num_items_in_batch", "labels",
     "shift_labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
     "sliding_window", "output_hidden_states", "return_dict", "logits_to_keep", "is_causal",
-    "output_attentions", "longctx_batch",
+    "output_attentions", "longctx_batch", "softcap", "s_aux",
 ))  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def refuse_call(
         ValueError: naming the argument, the rule and the remedy.
     """
     for name in arguments.keys() - CALL_KEYWORDS:
-        if arguments[name] is not None:
+        if arguments[name] is not None and arguments[name] is not False:
             raise ValueError(
                 f"attention argument {name}={type(arguments[name]).__name__} is not on "
                 f"hf_longctx's list of arguments it computes exactly; {WITH_SDPA}"
@@ -53,11 +53,6 @@ def refuse_call(
     if query.device.type != "cpu":
         raise ValueError(
             f"attention on {query.device}: only the CPU kernels are built yet; set use_cpu=True"
-        )
-    if value.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"value heads of {value.shape[-1]} and query heads of {query.shape[-1]} elements: "
-            f"different sizes are not built yet; {WITH_SDPA}"
         )
     if query.dtype != key.dtype or key.dtype != value.dtype:
         raise ValueError(

@@ -82,14 +82,6 @@ def _other_layers(config: Any) -> object:
     return f"layer_types {sorted(kinds)}" if kinds else None
 
 
-def _value_head(config: Any) -> object:
-    size = getattr(config, "v_head_dim", None)
-    keys = (getattr(config, "qk_nope_head_dim", 0) or 0) + (
-        getattr(config, "qk_rope_head_dim", 0) or 0
-    )
-    return f"v_head_dim={size}, query and key heads {keys}" if size and keys != size else None
-
-
 WITH_SDPA = "train it with attn_implementation='sdpa' for now"
 
 MODEL_RULES: tuple[Rule, ...] = (
@@ -119,16 +111,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         WITH_SDPA,
     ),
     Rule("chunked attention", _field("attention_chunk_size"), "not built yet", WITH_SDPA),
-    Rule("softcap", _field("attn_logit_softcapping"), "not built yet", WITH_SDPA),
-    Rule(
-        "attention sinks",
-        _model_type(
-            ["gpt_oss", "deepseek_v4", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "hy_v4"]
-        ),
-        "not built yet",
-        WITH_SDPA,
-    ),
-    Rule("value heads of another size", _value_head, "not built yet", WITH_SDPA),
     Rule(
         "attention dropout",
         _field("attention_dropout", "attn_pdrop"),

@@ -15,6 +15,7 @@ def table() -> str:
         "causal softmax attention, packed documents",
         "grouped and multi-query heads",
         "sliding window, alone or mixed with full layers",
+        "softcap, attention sinks, value heads of another size",
         "activation checkpointing (re-entrant and not)",
         "padding masks, caches and `generate` (local)",
         "float32, bf16, float64 on CPU with gloo",

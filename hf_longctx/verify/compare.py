@@ -139,8 +139,8 @@ def verify(
         vocab_size=config.get_text_config(decoder=True).vocab_size,
     )
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
-    stock = run_reference(case, name="sdpa", dtype=torch.float32)
-    plain = twin if dtype != "bf16" else run_reference(case, name="sdpa", dtype=DTYPES[dtype])
+    stock = run_reference(case, name="eager", dtype=torch.float32)
+    plain = twin if dtype != "bf16" else run_reference(case, name="eager", dtype=DTYPES[dtype])
     kinds = ("reentrant", "nonreentrant") if checkpointing else ("none",)
     own = pool or RankPool(ranks)
     report: dict[str, Any] = {}

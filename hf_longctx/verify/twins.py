@@ -41,7 +41,14 @@ def reference_attention(
     rows = [t[0].transpose(0, 1) for t in (query, key, value)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = mask.size if isinstance(mask, SlidingWindow) else 0
-    out = attention(*rows, lengths=[query.shape[2]], scale=scale, window=window)
+    out = attention(
+        *rows,
+        lengths=[query.shape[2]],
+        scale=scale,
+        window=window,
+        softcap=kwargs.get("softcap") or 0.0,
+        sinks=kwargs.get("s_aux"),
+    )
     return out[None], None
 
 
