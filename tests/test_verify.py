@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,9 @@ def no_exchange() -> Any:
 def wrong_scale() -> Any:
     """Scores are scaled five percent too much."""
 
-    def scaled(layer: Any, *rows: Any) -> Any:
-        layer.scale *= 1.05
-        return attend(layer, *rows)
+    def scaled(layer: Any, *rows: Any, **given: Any) -> Any:
+        layer.scoring = replace(layer.scoring, scale=1.05 * layer.scoring.scale)
+        return attend(layer, *rows, **given)
 
     return replaced(hook, "attend", scaled)
 

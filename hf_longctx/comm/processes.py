@@ -151,7 +151,7 @@ def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) 
     while True:
         try:
             job, used, given = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the parent closed the pipe, or is gone
             break
         try:
             channel = GlooChannel(groups[used], timeout=timeout)
