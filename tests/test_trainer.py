@@ -172,7 +172,7 @@ def test_b50_twelve_packs_take_three_steps(two):
 
 def test_b50_four_trainers_in_groups_of_two(tmp_path):
     trainer = trainer_of(CASES["twelve_packs"], tmp_path, longctx_max_tokens_per_rank=24)
-    trainer.longctx_group = Group(trainers=4, size=2, index=1, rank=0)
+    trainer.longctx_loaders.group = Group(trainers=4, size=2, index=1, rank=0)
     loader = trainer.get_train_dataloader()
     epochs, steps_per_epoch, *_, steps_in_epoch, max_steps = trainer.set_initial_training_values(
         trainer.args, loader

@@ -27,8 +27,19 @@ class Documents(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
+class Fingerprint(Protocol):
+    """Takes bytes in order, as a hash of `hashlib` does."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
 def scan_documents(
-    dataset: Documents, *, vocab_size: int | None, description: str, progress: bool = True
+    dataset: Documents,
+    *,
+    vocab_size: int | None,
+    description: str,
+    progress: bool = True,
+    fingerprint: Fingerprint | None = None,
 ) -> np.ndarray:
     """Check every row and return the tokens of each, `[rows]` int64.
 
@@ -39,6 +50,8 @@ def scan_documents(
         description (`str`): What to call the data set in messages, e.g. `"train_dataset"`.
         progress (`bool`, *optional*, defaults to `True`): Whether to show a bar if the pass takes
             more than 2 seconds.
+        fingerprint (`Fingerprint`, *optional*): Is given every row's ids and labels, so that ranks
+            can compare the documents they hold.
 
     Raises:
         ValueError: No rows; no `input_ids`; ids or labels out of the vocabulary; `labels` or
@@ -51,6 +64,10 @@ def scan_documents(
     ) as bar:
         for start, rows in _batches(dataset, columns=columns, description=description):
             sizes = _check(rows, start=start, vocab_size=vocab_size, description=description)
+            if fingerprint is not None:
+                for column in columns:
+                    flat = np.concatenate([np.asarray(row, np.int64) for row in rows[column]])
+                    fingerprint.update(flat.tobytes())
             lengths[start : start + sizes.size] = sizes
             bar.update(sizes.size)
     return lengths

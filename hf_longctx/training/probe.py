@@ -37,6 +37,11 @@ def probe(model: Any, *, name: str) -> None:
     try:
         with torch.no_grad():
             _probe(model, of, name)
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{of} fails under {name} on three tokens ({type(error).__name__}: {error}); train it "
+            "with attn_implementation='sdpa'"
+        ) from error
     finally:
         model.train(training)
 

@@ -11,20 +11,18 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
-from ..data.collator import LongCtxCollator, PackDataset
 from ..data.sampler import GroupBatchSampler
-from ..data.scan import scan_documents
 from ..support import NAMES, refuse_arguments, refuse_model
 from .callback import LongCtxCallback
 from .groups import find_group, join
+from .loaders import Loaders
 from .loss import TokenWeightedLoss
 from .probe import probe
 from .report import StepReport, summary
@@ -59,7 +57,12 @@ class LongCtxTrainerMixin(_Base):
             )
         refuse_arguments(self.args)
         self.longctx_group = find_group(self.args)
-        self._lengths: dict[int, tuple[Any, Any]] = {}
+        self.longctx_loaders = Loaders(
+            self.args,
+            self.longctx_group,
+            accelerator=self.accelerator,
+            vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+        )
         self._report = StepReport()
         self._spanning = 0
         self._logged = torch.zeros(2, dtype=torch.float64)  # `_exchanged` at the last log
@@ -93,71 +96,19 @@ class LongCtxTrainerMixin(_Base):
         """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
         self.longctx_sampler: GroupBatchSampler | None = None
         if self.train_dataset is not None:
-            self.longctx_sampler = self._sampler(self.train_dataset, training=True)
+            self.longctx_sampler = self.longctx_loaders.sampler(self.train_dataset, training=True)
         given = self.eval_dataset
         for dataset in given.values() if isinstance(given, dict) else [given]:
             if dataset is not None:
-                self._sampler(dataset, training=False)
-
-    def _sampler(self, dataset: Any, *, training: bool) -> GroupBatchSampler:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"{type(dataset).__name__} has no length: streaming is not built yet; pass a data "
-                "set with one"
-            )
-        kept = self._lengths.get(id(dataset))
-        if kept is None:
-            lengths = scan_documents(
-                dataset,
-                vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
-                description="Reading training documents" if training else "Reading evaluation data",
-                progress=self.args.process_index == 0,
-            )
-            kept = self._lengths[id(dataset)] = dataset, lengths  # the data set keeps its id alive
-        group, arguments = self.longctx_group, self.args
-        return GroupBatchSampler(
-            kept[1],
-            capacity=group.size * arguments.longctx_max_tokens_per_rank,
-            overflow=arguments.longctx_overflow,
-            balance=arguments.longctx_balance,
-            groups=group.groups,
-            group=group.index,
-            seed=arguments.data_seed if arguments.data_seed is not None else arguments.seed,
-            shuffle=training and arguments.train_sampling_strategy == "random",
-        )
+                self.longctx_loaders.sampler(dataset, training=False)
 
     def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
-        """A data loader of packs: one batch per group and step, this rank's rows of each."""
         if self.longctx_attention not in NAMES:
             raise ValueError(
                 f"the model runs attn_implementation={self.longctx_attention!r}; load it with one "
                 f"of {NAMES}, or resume from a checkpoint of such a run"
             )
-        group, arguments = self.longctx_group, self.args
-        collator = LongCtxCollator(
-            rank=group.rank,
-            ranks=group.size,
-            layout=arguments.layout_for(self.longctx_attention),
-            tolerance=arguments.longctx_tolerance,
-            budget=group.size * arguments.longctx_max_tokens_per_rank,
-        )
-        loader: DataLoader[Any] = DataLoader(
-            PackDataset(dataset),
-            batch_sampler=self._sampler(dataset, training=training),  # type: ignore[arg-type]
-            collate_fn=collator,
-            num_workers=arguments.dataloader_num_workers,
-            persistent_workers=arguments.dataloader_persistent_workers,
-            prefetch_factor=arguments.dataloader_prefetch_factor,
-        )
-        prepared: DataLoader[Any] = prepare_data_loader(
-            loader,
-            device=self.accelerator.device,
-            num_processes=1,  # the sampler is sharded already
-            process_index=0,
-            put_on_device=True,
-            dispatch_batches=False,
-        )
-        return prepared
+        return self.longctx_loaders.loader(dataset, name=self.longctx_attention, training=training)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Batches of this rank's group, packed anew each epoch."""

@@ -1,0 +1,54 @@
+"""Data loaders of the trainer: every trainer must hold the same documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import documents
+from torch import Tensor
+
+from hf_longctx import LongCtxTrainingArguments
+from hf_longctx.training.groups import Group
+from hf_longctx.training.loaders import Loaders
+
+
+class OneOfTwo:
+    """An accelerator whose other trainer scanned `other`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, other: Tensor | None = None) -> None:
+        self.other, self.seen = other, torch.zeros(1, 2, dtype=torch.int64)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        self.seen = mine
+        return torch.cat([mine, mine if self.other is None else self.other])
+
+
+def scan(rows: Any, accelerator: OneOfTwo, folder: Any) -> None:
+    arguments = LongCtxTrainingArguments(output_dir=str(folder), use_cpu=True)
+    group = Group(trainers=2, size=2, index=0, rank=0)
+    loaders = Loaders(arguments, group, accelerator=accelerator, vocab_size=64)
+    assert len(loaders.sampler(rows, training=True).packs) == 1
+
+
+def test_equal_documents_pass(tmp_path):
+    scan(documents([5, 9]), OneOfTwo(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        documents([5, 9], seed=1),  # other tokens of the same lengths
+        documents([5, 9])[::-1],  # another order
+        documents([5, 9, 3]),
+        [row | {"labels": [-100] * len(row["input_ids"])} for row in documents([5, 9])],
+    ],
+)
+def test_other_documents_on_another_trainer_are_refused(tmp_path, other):
+    elsewhere = OneOfTwo()
+    scan(other, elsewhere, tmp_path)
+    with pytest.raises(ValueError, match="train_dataset differs between the trainers"):
+        scan(documents([5, 9]), OneOfTwo(elsewhere.seen), tmp_path)
