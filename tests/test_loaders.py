@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import documents
+from tiny import documents, tiny
 from torch import Tensor
 
-from hf_longctx import LongCtxTrainingArguments
+from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.training.groups import Group
 from hf_longctx.training.loaders import Loaders
 
@@ -52,3 +52,14 @@ def test_other_documents_on_another_trainer_are_refused(tmp_path, other):
     scan(other, elsewhere, tmp_path)
     with pytest.raises(ValueError, match="train_dataset differs between the trainers"):
         scan(documents([5, 9]), OneOfTwo(elsewhere.seen), tmp_path)
+
+
+def test_an_overridden_loss_is_refused(tmp_path):
+    class Shifts(LongCtxTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    arguments = LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    model = tiny("distca", dtype=torch.float32)
+    with pytest.raises(ValueError, match="Shifts.compute_loss is overridden"):
+        Shifts(model=model, args=arguments, train_dataset=documents([5, 9]))

@@ -45,6 +45,11 @@ class LongCtxTrainerMixin(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse_collator(args, kwargs)
         super().__init__(*args, **kwargs)
+        if type(self).compute_loss is not Trainer.compute_loss:
+            raise ValueError(
+                f"{type(self).__name__}.compute_loss is overridden: it would see one rank's labels "
+                "and count; leave it out and use the model's own loss"
+            )
         if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func would see one rank's labels and shift them again; leave it out "
