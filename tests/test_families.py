@@ -160,3 +160,18 @@ def test_b23_uneven_zigzag_is_balanced_without_padding() -> None:
     plan = make_plan("ring", layout, kind=LayerKind())
     check(plan)
     assert plan.attention_max_over_mean() < 1.001
+
+
+@pytest.mark.parametrize("name", ["distca", "ring"])
+def test_autocast_takes_the_dtype_that_sdpa_takes(name: str) -> None:
+    ids = torch.arange(40)[None] % 64
+    found = []
+    for attention_name in (name, "sdpa"):
+        model = tiny(attention_name, dtype=torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.detach(), model.lm_head.weight.grad))
+    (loss, grad), (right, right_grad) = found
+    assert abs(loss - right) < 1e-2 * right
+    assert (grad - right_grad).abs().max() < 2e-2 * right_grad.abs().max()

@@ -54,6 +54,9 @@ def run(
     Raises:
         ValueError: for anything that would not be computed exactly; see `support`.
     """
+    if torch.is_autocast_enabled(query.device.type):  # rotary leaves queries and keys in float32
+        low = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(low), key.to(low), value.to(low)
     refuse_call(module, query=query, key=key, value=value, dropout=dropout, arguments=kwargs)
     scoring = Scoring(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
