@@ -54,8 +54,8 @@ def run(
     Raises:
         ValueError: for anything that would not be computed exactly; see `support`.
     """
-    if torch.is_autocast_enabled(query.device.type):  # rotary leaves queries and keys in float32
-        low = torch.get_autocast_dtype(query.device.type)
+    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        low = torch.get_autocast_dtype("cpu")  # rotary leaves queries and keys in float32
         query, key, value = query.to(low), key.to(low), value.to(low)
     refuse_call(module, query=query, key=key, value=value, dropout=dropout, arguments=kwargs)
     scoring = Scoring(
