@@ -16,6 +16,10 @@ from tqdm.auto import tqdm
 from .targets import IGNORE
 
 _COLUMNS = ("input_ids", "labels", "attention_mask")
+_BOUNDARIES = (  # columns that bound documents inside a row, or say which tokens are targets
+    "position_ids", "seq_lengths", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
+    "shift_labels", "completion_mask", "assistant_masks", "loss_mask",
+)  # fmt: skip
 _ROWS_AT_ONCE = 128  # amortises the overhead of a batch; 128 rows of 128K tokens are 128 MiB
 
 
@@ -88,6 +92,12 @@ def _columns(dataset: Documents, *, description: str) -> list[str]:
         raise ValueError(
             f"{description}: row 0 holds {found}, but packing needs a column input_ids; tokenise "
             "first, e.g. dataset.map(lambda row: tokenizer(row['text']), remove_columns=['text'])"
+        )
+    packed = sorted(name for name in _BOUNDARIES if name in first)
+    if packed:
+        raise ValueError(
+            f"{description}: row 0 holds {packed}, boundaries or target masks that are not read; "
+            "give one document per row, with labels (-100 for no target), without these columns"
         )
     return [column for column in _COLUMNS if column in first]
 

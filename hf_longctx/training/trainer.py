@@ -50,6 +50,11 @@ class LongCtxTrainerMixin(_Base):
                 f"{type(self).__name__}.compute_loss is overridden: it would see one rank's labels "
                 "and count; leave it out and use the model's own loss"
             )
+        if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
+            raise ValueError(
+                "compute_metrics would see one rank's rows in layout order, with labels of other "
+                "documents beside them; leave it out and use eval_loss"
+            )
         if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func would see one rank's labels and shift them again; leave it out "
