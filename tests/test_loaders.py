@@ -76,3 +76,19 @@ def test_metrics_of_a_ranks_share_are_refused(tmp_path):
     model = tiny("distca", dtype=torch.float32)
     with pytest.raises(ValueError, match="compute_metrics would see one rank's rows"):
         LongCtxTrainer(model=model, args=arguments, compute_metrics=lambda prediction: {})
+
+
+def test_rows_that_read_differently_each_time_are_refused(tmp_path):
+    class Random(list):
+        def __getitem__(self, row: Any) -> Any:
+            return {"input_ids": torch.randint(0, 64, (9,)).tolist()}
+
+    with pytest.raises(ValueError, match="row 0 reads differently each time"):
+        scan(Random([0, 0]), OneOfTwo(), tmp_path)
+
+
+def test_ids_cut_otherwise_are_told_apart(tmp_path):
+    elsewhere = OneOfTwo()
+    scan([{"input_ids": [1, 2]}, {"input_ids": [3]}], elsewhere, tmp_path)
+    with pytest.raises(ValueError, match="differs between the trainers"):
+        scan([{"input_ids": [1]}, {"input_ids": [2, 3]}], OneOfTwo(elsewhere.seen), tmp_path)

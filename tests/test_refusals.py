@@ -61,6 +61,7 @@ def test_what_is_refused_below_runs_without_the_refused_value():
         ({"sliding_window": 4}, "sliding_window=4 of the layer and window None of its mask"),
         ({"sliding_window": 4, "mask": SlidingWindow(5)}, "window 5 of its mask differ"),
         ({"longctx_batch": batch(6, 6, ranks=2)}, "cut over 2 ranks reached attention without"),
+        ({"longctx_batch": batch(4, 2), "position_ids": positions(6)}, "not the positions that"),
         ({"longctx_batch": batch(7)}, "describes 7 tokens of rank 0, but the model attends 6"),
     ],
 )
@@ -137,6 +138,9 @@ ARGUMENTS = {
     "automatic batch size": {"auto_find_batch_size": True},
     "split batches": {"accelerator_config": {"split_batches": True}},
     "other sampling strategies": {"train_sampling_strategy": "batch_rebalance"},
+    "NEFTune": {"neftune_noise_alpha": 5.0},
+    "float16": {"fp16": True},
+    "torch.compile": {"torch_compile": True},
     "DeepSpeed": {"deepspeed": "no_such_file.json"},
 }
 

@@ -259,7 +259,7 @@ RELOAD = """
 import sys
 sys.modules["hf_longctx"] = None  # an import would fail
 from transformers import AutoModelForCausalLM
-print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config._attn_implementation)
+sys.stdout.write(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config._attn_implementation)
 """
 
 

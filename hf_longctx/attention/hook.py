@@ -73,6 +73,7 @@ def run(
         program = _local_program(query, key, scoring.window, kwargs)
         out = attend(Layer(program, None, scoring, Runtime().account), *rows, sinks=sinks)[0]
     else:
+        _refuse_other_positions(batch, kwargs.get("position_ids"))
         out = _with_batch(algorithm, module, batch, rows, scoring, sinks)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -114,6 +115,19 @@ def _local_program(query: Tensor, key: Tensor, window: int, kwargs: dict[str, An
         batch=query.shape[0], rows=query.shape[2], position_ids=positions, **bounds
     )
     return local_plan(lengths, window).program(0)
+
+
+def _refuse_other_positions(batch: LongCtxBatch, position_ids: Tensor | None) -> None:
+    """Refuse positions that are not those of the batch's rows: a model that is given none numbers
+    its rows from 0, which rotates a document's later parts, and all but the first, wrongly."""
+    if position_ids is None or position_ids.dim() != 2:
+        return
+    expected = torch.from_numpy(batch.layout.positions(batch.rank)).to(position_ids.device)
+    if not torch.equal(position_ids[0].to(expected.dtype), expected):
+        raise ValueError(
+            f"position_ids are not the positions that longctx_batch gives rank {batch.rank}'s rows "
+            "in their documents; pass the collator's position_ids with its batch object"
+        )
 
 
 def _with_batch(

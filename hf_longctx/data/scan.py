@@ -69,12 +69,25 @@ def scan_documents(
         for start, rows in _batches(dataset, columns=columns, description=description):
             sizes = _check(rows, start=start, vocab_size=vocab_size, description=description)
             if fingerprint is not None:
+                fingerprint.update(sizes.tobytes())  # the same ids may be cut otherwise
                 for column in columns:
                     flat = np.concatenate([np.asarray(row, np.int64) for row in rows[column]])
                     fingerprint.update(flat.tobytes())
             lengths[start : start + sizes.size] = sizes
             bar.update(sizes.size)
+    _refuse_unsteady(dataset, description=description)
     return lengths
+
+
+def _refuse_unsteady(dataset: Documents, *, description: str) -> None:
+    """Read a few rows twice: ranks that read a document apart must see the same one."""
+    for row in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+        first, again = (np.asarray(dataset[row]["input_ids"]) for _ in range(2))
+        if not np.array_equal(first, again):
+            raise ValueError(
+                f"{description}: row {row} reads differently each time, so ranks would hold parts "
+                "of different versions of it; draw random choices before training, e.g. in map()"
+            )
 
 
 def _columns(dataset: Documents, *, description: str) -> list[str]:

@@ -8,6 +8,7 @@ Letters: T rows, H query heads, K key/value heads, D head size, V value head siz
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,8 +186,11 @@ class Program:
 
     def tokens(self, block: Block) -> tuple[tuple[int, int, int], ...]:
         """The `(document, start, stop)` that a block's rows hold, in row order."""
-        found = []
-        for run in self.runs[block.array]:
+        runs, found = self.runs[block.array], []
+        first = bisect_right(runs, block.start, key=lambda run: run.row) - 1
+        for run in runs[max(first, 0) :]:
+            if run.row >= block.stop:
+                break
             low = max(run.row, block.start)
             high = min(run.row + run.stop - run.start, block.stop)
             if low < high:

@@ -56,13 +56,14 @@ class _Ring:
 
     def _tasks(self, hop: int) -> list[tuple[Placed, Placed]]:
         """(own segment, segment of the visiting chunk) with a key that some query of ours sees."""
+        visiting: dict[int, list[Placed]] = {}
+        for theirs in self.layout.of_rank(self._owner(hop)):
+            visiting.setdefault(theirs.document, []).append(theirs)
         found = []
         for mine in self.layout.of_rank(self.rank):
             seen = keys_seen((mine.start, mine.stop), window=self.kind.window)
-            for theirs in self.layout.of_rank(self._owner(hop)):
-                if theirs.document == mine.document and intersect(
-                    (theirs.start, theirs.stop), seen
-                ):
+            for theirs in visiting.get(mine.document, ()):
+                if intersect((theirs.start, theirs.stop), seen):
                     found.append((mine, theirs))
         return found
 

@@ -84,6 +84,24 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "use random or sequential",
     ),
     Rule(
+        "NEFTune",
+        _unless("neftune_noise_alpha", None, 0, 0.0),
+        "its noise is scaled by the rows of a rank, not by a document's length",
+        "leave it out",
+    ),
+    Rule(
+        "float16",
+        _unless("fp16", False),
+        "the CPU kernels take float32, bf16 and float64 alone",
+        "use bf16=True",
+    ),
+    Rule(
+        "torch.compile",
+        _unless("torch_compile", False),
+        "exchanges cannot be traced yet",
+        "leave it at False",
+    ),
+    Rule(
         "DeepSpeed",
         _unless("deepspeed", None),
         "not tested yet, and its backward may step on its own",

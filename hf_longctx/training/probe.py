@@ -74,7 +74,10 @@ def _probe(model: Any, of: str, name: str) -> None:
             f"{of} ignores shift_labels: its loss over no target is {float(output.loss)}, not 0; "
             "targets across ranks would be lost, so use a model whose loss takes shift_labels"
         )
-    spread = model(**inputs, position_ids=2 * positions)
+    bounds = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    apart = {**inputs, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    del apart[KEY]  # it would refuse positions that are not its own
+    spread = model(**apart, position_ids=2 * positions)
     if torch.equal(output.logits, spread.logits):
         raise ValueError(
             f"{of} ignores position_ids, so a document cut over ranks would be numbered anew on "
