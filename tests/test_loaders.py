@@ -10,8 +10,12 @@ from tiny import documents, tiny
 from torch import Tensor
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
+from hf_longctx.data.batch import LongCtxBatch
+from hf_longctx.plan.cost import LayerKind
+from hf_longctx.plan.layout import cut
 from hf_longctx.training.groups import Group
 from hf_longctx.training.loaders import Loaders
+from hf_longctx.training.report import StepReport
 
 
 class OneOfTwo:
@@ -92,3 +96,11 @@ def test_ids_cut_otherwise_are_told_apart(tmp_path):
     scan([{"input_ids": [1, 2]}, {"input_ids": [3]}], elsewhere, tmp_path)
     with pytest.raises(ValueError, match="differs between the trainers"):
         scan([{"input_ids": [1]}, {"input_ids": [2, 3]}], OneOfTwo(elsewhere.seen), tmp_path)
+
+
+def test_uneven_batches_do_not_even_out_in_the_report():
+    kind, report = LayerKind(), StepReport()
+    for lengths in ([9, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 9]):
+        layout = cut(lengths, ranks=2, layout="contiguous")
+        report.add(LongCtxBatch(layout, 0), algorithm="ring", kinds=[kind, kind])
+    assert report.logs()["longctx_attention_before"] == round(45 / 27, 4)  # each batch by itself

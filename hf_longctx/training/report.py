@@ -4,13 +4,11 @@ Floor: training.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..data.batch import LongCtxBatch
-from ..plan.cost import LayerKind, max_over_mean
+from ..plan.cost import LayerKind
 
 
 @dataclass(slots=True)
@@ -21,15 +19,18 @@ class StepReport:
         tokens (`int`): Tokens of the group's batches, filler left out.
         budget (`int`): Tokens the batches could have held.
         spanning (`int`): Documents with tokens on several ranks.
-        before, after (`np.ndarray`): Score entries of each rank over all layers, by home and by
-            server, float64 `[ranks]`.
+        busiest_before, busiest_after (`float`): Score entries of the busiest rank, by home and by
+            server, added up over layers and batches: ranks meet in every layer, so an uneven batch
+            is not made good by the next one.
+        mean (`float`): Those of the mean rank.
     """
 
     tokens: int = 0
     budget: int = 0
     spanning: int = 0
-    before: np.ndarray = field(default_factory=lambda: np.zeros(1))
-    after: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    busiest_before: float = 0.0
+    busiest_after: float = 0.0
+    mean: float = 0.0
 
     def add(self, batch: LongCtxBatch, *, algorithm: str, kinds: Sequence[LayerKind]) -> None:
         """Count one micro-batch, with the kind of each layer."""
@@ -38,16 +39,18 @@ class StepReport:
         self.spanning += batch.layout.spanning_documents
         for kind in set(kinds):
             plan, layers = batch.plan(algorithm, kind), kinds.count(kind)
-            self.before = self.before + layers * plan.work(balanced=False)
-            self.after = self.after + layers * plan.work(balanced=True)
+            work = plan.work(balanced=True)
+            self.busiest_before += layers * float(plan.work(balanced=False).max())
+            self.busiest_after += layers * float(work.max())
+            self.mean += layers * float(work.mean())
 
     def logs(self) -> dict[str, float]:
         """Log entries: tokens, fill, and attention max/mean before and after balancing."""
         return {
             "longctx_tokens": self.tokens,
             "longctx_fill": round(self.tokens / self.budget, 4) if self.budget else 0.0,
-            "longctx_attention_before": round(max_over_mean(self.before), 4),
-            "longctx_attention_after": round(max_over_mean(self.after), 4),
+            "longctx_attention_before": round(self.busiest_before / self.mean, 4),
+            "longctx_attention_after": round(self.busiest_after / self.mean, 4),
         }
 
 
