@@ -11,6 +11,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..arguments import LongCtxArguments
 from ..data.collator import LongCtxCollator, PackDataset
 from ..data.sampler import GroupBatchSampler
 from ..data.scan import scan_documents
@@ -27,7 +28,15 @@ class Loaders:
         vocab_size (`int`): Ids that the model knows.
     """
 
-    def __init__(self, arguments: Any, group: Group, *, accelerator: Any, vocab_size: int) -> None:
+    def __init__(
+        self,
+        arguments: Any,
+        group: Group,
+        *,
+        accelerator: Any,
+        vocab_size: int,
+        ignore_id: int | None = None,
+    ) -> None:
         self.arguments, self.group = arguments, group
         self.accelerator, self.vocab_size = accelerator, vocab_size
         self._scanned: dict[int, tuple[Any, np.ndarray]] = {}  # a data set is kept with its id
@@ -96,7 +105,7 @@ class Loaders:
         collator = LongCtxCollator(
             rank=self.group.rank,
             ranks=self.group.size,
-            layout=arguments.layout_for(name),
+            layout=LongCtxArguments.layout_for(arguments, name),  # fields may be attached
             tolerance=arguments.longctx_tolerance,
             budget=self.budget,
         )

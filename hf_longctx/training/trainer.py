@@ -21,6 +21,7 @@ from ..data.batch import KEY, LongCtxBatch
 from ..data.sampler import GroupBatchSampler
 from ..support import NAMES, refuse_arguments, refuse_model
 from .callback import LongCtxCallback
+from .collators import leave_out
 from .groups import find_group, join
 from .loaders import Loaders
 from .loss import TokenWeightedLoss
@@ -43,7 +44,8 @@ class LongCtxTrainerMixin(_Base):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse_collator(args, kwargs)
+        args, kwargs, collator = _without_collator(args, kwargs)
+        ignored = leave_out(collator)
         super().__init__(*args, **kwargs)
         if type(self).compute_loss is not Trainer.compute_loss:
             raise ValueError(
@@ -60,11 +62,7 @@ class LongCtxTrainerMixin(_Base):
                 "compute_loss_func would see one rank's labels and shift them again; leave it out "
                 "and use the model's own loss"
             )
-        if not hasattr(self.args, "longctx_max_tokens_per_rank"):
-            raise ValueError(
-                f"args is a {type(self.args).__name__} without longctx_* fields; use "
-                "LongCtxTrainingArguments"
-            )
+        self._longctx_arguments()
         refuse_arguments(self.args)
         self.longctx_group = find_group(self.args)
         self.longctx_loaders = Loaders(
@@ -72,6 +70,7 @@ class LongCtxTrainerMixin(_Base):
             self.longctx_group,
             accelerator=self.accelerator,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+            ignore_id=ignored,
         )
         self._report = StepReport()
         self._spanning = 0
@@ -89,6 +88,15 @@ class LongCtxTrainerMixin(_Base):
     def longctx_attention(self) -> str:
         """The model's attention name."""
         return str(self.model.config._attn_implementation)
+
+    def _longctx_arguments(self) -> None:
+        """Check that the training arguments have the `longctx_*` fields."""
+        if not hasattr(self.args, "longctx_max_tokens_per_rank"):
+            raise ValueError(
+                f"args is a {type(self.args).__name__} without longctx_* fields; use "
+                "LongCtxTrainingArguments, or start the script with `accelerate launch -m "
+                "hf_longctx.run`"
+            )
 
     def _adopt(self) -> None:
         """Refuse or accept the model under its name; keep the name for a resume."""
@@ -243,14 +251,12 @@ class LongCtxTrainerMixin(_Base):
         return summary(self.state.log_history, ranks=self.longctx_group.size, spanning=spanning)
 
 
-def _refuse_collator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a collator of the user's; later on it cannot be told from Trainer's own."""
-    collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
-    if collator is not None:
-        raise ValueError(
-            f"data_collator={type(collator).__name__} would pad or cut documents on its own; leave "
-            "it out and pass documents with input_ids (and labels)"
-        )
+def _without_collator(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """A Trainer's arguments without the collator, and the collator."""
+    collator = kwargs.pop("data_collator", args[2] if len(args) > 2 else None)
+    return (*args[:2], None, *args[3:]) if len(args) > 2 else args, kwargs, collator
 
 
 class LongCtxTrainer(LongCtxTrainerMixin, Trainer):
