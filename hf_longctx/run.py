@@ -150,6 +150,7 @@ class Launch:
             (sys, "argv", [self.command.script, *self.command.rest]),
             (parser, "parse_known_args", self._parsing(parser.parse_known_args)),
             (PreTrainedModel, "from_pretrained", self._naming(PreTrainedModel.from_pretrained)),
+            (auto, "from_pretrained", self._naming(auto.from_pretrained)),
             (auto, "from_config", self._naming(auto.from_config)),
             (Trainer, "__new__", self._made),
         ]
