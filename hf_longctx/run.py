@@ -20,8 +20,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
-from transformers import HfArgumentParser, PreTrainedModel, Trainer
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Trainer
 
 from .arguments import LongCtxArguments
 from .support import NAMES, PLANNED_NAMES
@@ -145,7 +144,7 @@ class Launch:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """The public names replaced, and the script's arguments in `sys.argv`."""
-        parser, auto = argparse.ArgumentParser, _BaseAutoModelClass
+        parser, auto = argparse.ArgumentParser, AutoModelForCausalLM
         replaced: list[tuple[Any, str, Any]] = [
             (sys, "argv", [self.command.script, *self.command.rest]),
             (parser, "parse_known_args", self._parsing(parser.parse_known_args)),
@@ -250,7 +249,7 @@ def _flags(argv: Sequence[str]) -> set[str]:
 
 
 def _log_to_stderr() -> None:
-    """Show what we say on the main process, warnings on all; the script's own logging is its own."""
+    """Show what we say on the main process, and warnings on all; the script logs as it likes."""
     package, handler = logging.getLogger("hf_longctx"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     package.addHandler(handler)

@@ -16,7 +16,15 @@ import torch
 from plain_loop import token_loss, weights_of
 from tiny import Document, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
 
 from hf_longctx.data.packing import Piece
 from hf_longctx.run import Launch, main, read
@@ -196,6 +204,21 @@ def test_everything_is_put_back():
         assert Trainer.__new__ is not before[2]
     after = [vars(argparse.ArgumentParser)["parse_known_args"], sys.argv, Trainer.__new__]
     assert before == after
+
+
+@pytest.mark.parametrize("name", ["distca", "ring"])
+def test_every_way_to_a_causal_model_gets_the_name(folder, name, caplog):
+    place, config = folder / "model", AutoConfig.from_pretrained(folder / "model")
+    with patched(f"s.py --attn_implementation {name}").patched():
+        made = [
+            AutoModelForCausalLM.from_pretrained(place),
+            AutoModelForCausalLM.from_config(config),
+            LlamaForCausalLM.from_pretrained(place, attn_implementation="eager"),
+        ]
+        other = AutoModel.from_pretrained(place)
+    assert [model.config._attn_implementation for model in made] == [name] * 3
+    assert caplog.text.count("'eager' of the script gives way") == 1
+    assert other.config._attn_implementation == "sdpa"
 
 
 def test_subclasses_of_a_trainer_become_cooperative_and_ours_stay():
