@@ -241,6 +241,8 @@ class _Launched(LongCtxTrainerMixin):
                 setattr(arguments, size, 1)
                 changes.append(f"{size}, unset, is 1 instead of {value}")
         self._train_batch_size = arguments.train_batch_size
+        if getattr(arguments, "max_length", None):  # of SFTConfig, 1024 when left out
+            changes.append(f"max_length={arguments.max_length} of the script cut them beforehand")
         self.launch.say(type(self).__name__, changes)
 
 

@@ -143,12 +143,15 @@ ARGUMENTS = {
     "torch.compile": {"torch_compile": True},
     "DeepSpeed": {"deepspeed": "no_such_file.json"},
 }
+FOREIGN = {  # no fields of our arguments
+    "DataParallel": SimpleNamespace(n_gpu=2),
+    "wrapped packing": SimpleNamespace(packing=True, packing_strategy="wrapped"),
+}
 
 
 def test_each_rule_has_a_case_below():
     assert CONFIGS.keys() == {rule.feature for rule in MODEL_RULES}
-    # several devices in one process are no field of the arguments
-    assert ARGUMENTS.keys() | {"DataParallel"} == {rule.feature for rule in ARGUMENT_RULES}
+    assert ARGUMENTS.keys() | FOREIGN.keys() == {rule.feature for rule in ARGUMENT_RULES}
 
 
 @pytest.mark.parametrize("rule", MODEL_RULES, ids=lambda rule: rule.feature)
@@ -184,11 +187,11 @@ def test_longrope_is_refused_per_layer_type_too():
 
 @pytest.mark.parametrize("rule", ARGUMENT_RULES, ids=lambda rule: rule.feature)
 def test_training_arguments_are_refused_with_value_rule_and_remedy(rule, tmp_path):
-    given = ARGUMENTS.get(rule.feature)
     with pytest.raises(ValueError, match=re.escape(f"{rule.rule}; {rule.remedy}")):
-        if given is None:
-            refuse_arguments(SimpleNamespace(n_gpu=2))
+        if rule.feature in FOREIGN:
+            refuse_arguments(FOREIGN[rule.feature])
         else:
+            given = ARGUMENTS[rule.feature]
             LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
 
 

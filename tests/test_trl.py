@@ -60,6 +60,7 @@ def test_trl_packs_train_as_their_documents_alone(checkpoint, strategy):
     assert "SFTTrainer takes documents and shares batches" in printed
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_trl_peft_trains_adapters_alone(checkpoint):
     _, steps = sft(
         checkpoint, "lora", "--max_length", "200", "--use_peft", "--lora_r", "4",

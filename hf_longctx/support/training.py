@@ -40,6 +40,12 @@ def _too_many_devices(arguments: Any) -> object:
     return f"{devices} devices in one process" if devices > 1 else None
 
 
+def _wrapped(arguments: Any) -> object:
+    packs = getattr(arguments, "packing", False) or getattr(arguments, "eval_packing", False)
+    strategy = getattr(arguments, "packing_strategy", None)
+    return f"packing_strategy={strategy}" if packs and strategy == "wrapped" else None
+
+
 ARGUMENT_RULES: tuple[Rule, ...] = (
     Rule(
         "label smoothing",
@@ -94,6 +100,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         _unless("fp16", False),
         "the CPU kernels take float32, bf16 and float64 alone",
         "use bf16=True",
+    ),
+    Rule(
+        "wrapped packing",
+        _wrapped,
+        "it cuts anywhere and keeps no boundaries, so documents would see each other",
+        "use bfd_split or bfd, or no packing: hf_longctx packs by itself",
     ),
     Rule(
         "torch.compile",
