@@ -77,6 +77,9 @@ class LongCtxArguments:
 
     def __post_init__(self) -> None:
         self.check_longctx()
+        after = getattr(super(), "__post_init__", None)  # beside other arguments: `SFTConfig`
+        if after is not None:
+            after()
 
     def check_longctx(self) -> None:
         """Check the fields that need nothing else.

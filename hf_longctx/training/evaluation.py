@@ -1,4 +1,4 @@
-"""Evaluation over batches that a group of ranks shares -> the loss of the whole set.
+"""Evaluation batches that a group of ranks shares -> loss, predictions and metrics of a whole set.
 
 Floor: training. A mixin, part of `LongCtxTrainerMixin`. The number of targets comes from the batch
 and not from the Trainer below, since some count one rank's, or none, outside training.
@@ -7,18 +7,22 @@ and not from the Trainer below, since some count one rank's, or none, outside tr
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import Trainer
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction, Trainer
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from ..data.targets import IGNORE
 from .loss import TokenWeightedLoss
+from .predictions import DocumentRows, process
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
 
 class EvaluationMixin(_Base):
-    """Evaluates a Trainer's model on shared batches; the loss is a mean over all targets."""
+    """Evaluates a Trainer's model on shared batches, as if each document were evaluated alone."""
 
-    _evaluated: TokenWeightedLoss | None = None  # of the evaluation that runs
+    _losses: TokenWeightedLoss | None = None  # of the evaluation that runs
+    _rows: DocumentRows | None = None  # of the evaluation that runs, where predictions are wanted
     _targets: Tensor | None = None  # of the evaluation batch that runs, over all trainers
 
     def compute_loss(
@@ -32,28 +36,80 @@ class EvaluationMixin(_Base):
         )
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> Any:
-        """One evaluation batch; its loss is kept with its number of targets."""
-        self._bind(inputs)
-        mine = inputs["shift_labels"].ne(IGNORE).sum()
-        self._targets = self.accelerator.gather(mine[None]).sum()
+        """One evaluation batch; its loss, targets and predictions are kept for `evaluation_loop`,
+        which leaves the Trainer below it the loss alone."""
+        batch, rows = self._bind(inputs), self._rows
+        self._targets = self.accelerator.gather(inputs["shift_labels"].ne(IGNORE).sum()[None]).sum()
         try:
-            found = super().prediction_step(model, inputs, *args, **kwargs)
+            found = super().prediction_step(
+                model, inputs, prediction_loss_only and rows is None, ignore_keys
+            )
         finally:
             targets, self._targets = self._targets, None
-        if self._evaluated is not None and found[0] is not None:
-            self._evaluated.add(found[0], targets=targets)
-        return found
+        loss, logits, _ = found
+        if self._losses is not None and loss is not None:
+            self._losses.add(loss, targets=targets)
+        if rows is None:
+            return found
+        if not isinstance(logits, Tensor):
+            raise ValueError(
+                f"{type(self.model).__name__} gave {type(logits).__name__} as predictions, but "
+                "only logits can be put together; name its other outputs in ignore_keys"
+            )
+        labels = inputs["labels"]
+        if self.preprocess_logits_for_metrics is not None:
+            logits = process(self.preprocess_logits_for_metrics, logits, labels)
+        rows.add(batch, logits, labels, inputs["input_ids"], accelerator=self.accelerator)
+        return loss, None, None
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, with a loss that is the mean over all targets of the set."""
-        self._evaluated = TokenWeightedLoss()
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As Trainer's, with a loss that is the mean over all targets of the set, and predictions
+        and labels of whole documents in the order of the data set, the same on every rank."""
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        self._losses = TokenWeightedLoss()
+        self._rows = rows = None if prediction_loss_only else DocumentRows()
         try:
-            output = super().evaluation_loop(*args, **kwargs)
-            key = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
+            output = super().evaluation_loop(
+                dataloader, description, True, ignore_keys, metric_key_prefix
+            )
+            key = f"{metric_key_prefix}_loss"
             if key in output.metrics:
-                output.metrics[key] = self._evaluated.mean(self.accelerator)
+                output.metrics[key] = self._losses.mean(self.accelerator)
         finally:
-            self._evaluated = None
-        return output
+            self._losses = self._rows = None
+        return output if rows is None else self._with_documents(output, rows, metric_key_prefix)
+
+    def _with_documents(
+        self, output: EvalLoopOutput, rows: DocumentRows, prefix: str
+    ) -> EvalLoopOutput:
+        """The output with whole documents, and the metrics of them."""
+        predictions, labels, inputs = rows.documents()
+        found = {}
+        if self.compute_metrics is not None:
+            wanted = "inputs" in self.args.include_for_metrics
+            given = EvalPrediction(predictions, labels, inputs=inputs if wanted else None)
+            found = denumpify_detensorize(self.compute_metrics(given))
+        named = {
+            key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value
+            for key, value in found.items()
+        }
+        return output._replace(
+            predictions=predictions,
+            label_ids=labels,
+            metrics={**output.metrics, **named},
+            num_samples=len(predictions),
+        )

@@ -45,11 +45,6 @@ class LongCtxTrainerMixin(EvaluationMixin):
         _refuse_collator(args, kwargs)
         super().__init__(*args, **kwargs)
         refuse_other_losses(self)
-        if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
-            raise ValueError(
-                "compute_metrics would see one rank's rows in layout order, with labels of other "
-                "documents beside them; leave it out and use eval_loss"
-            )
         if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func would see one rank's labels and shift them again; leave it out "
