@@ -80,7 +80,9 @@ class EvaluationMixin(_Base):
         and labels of whole documents in the order of the data set, the same on every rank."""
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
-        self._losses = TokenWeightedLoss()
+        extra = getattr(self, "_metrics", {}).get("eval", {})  # what TRL logs beside the loss
+        extra.clear()  # TRL's `predict` leaves its own
+        self._losses = losses = TokenWeightedLoss()
         self._rows = rows = None if prediction_loss_only else DocumentRows()
         try:
             output = super().evaluation_loop(
@@ -88,7 +90,10 @@ class EvaluationMixin(_Base):
             )
             key = f"{metric_key_prefix}_loss"
             if key in output.metrics:
-                output.metrics[key] = self._losses.mean(self.accelerator)
+                output.metrics[key] = losses.mean(self.accelerator)
+            for name, values in extra.items():
+                if len(values) == len(losses.counts):
+                    extra[name] = [losses.weigh(values)]
         finally:
             self._losses = self._rows = None
         return output if rows is None else self._with_documents(output, rows, metric_key_prefix)

@@ -3,6 +3,7 @@
 Floor: training. Trainer averages batch means, which favours batches with few targets.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,11 @@ class TokenWeightedLoss:
         """Note a batch's loss on this rank, and its targets on all trainers."""
         self.losses.append(loss.detach().double())
         self.counts.append(targets)
+
+    def weigh(self, values: Sequence[float]) -> float:
+        """The mean over all targets of something that is a mean over each batch's targets."""
+        weights = torch.stack(self.counts).double().cpu()
+        return float((torch.tensor(values).double() * weights).sum() / weights.sum().clamp(min=1))
 
     def mean(self, accelerator: Any) -> float:
         """The loss per target over all batches and trainers; a collective call."""

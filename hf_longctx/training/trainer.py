@@ -74,6 +74,15 @@ class LongCtxTrainerMixin(EvaluationMixin):
         self.longctx_runtime = join(self.longctx_group)
         self.add_callback(LongCtxCallback(self))
 
+    def _build_accelerator_args(self, **kwargs: Any) -> Any:
+        """As Trainer's; a PEFT model may recompute under DDP like any other.
+
+        Trainer lets DDP look for unused parameters there, which ends a re-entrant recompute.
+        """
+        if self.args.activation_checkpointing and self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = False
+        return super()._build_accelerator_args(**kwargs)
+
     @property
     def longctx_attention(self) -> str:
         """The model's attention name."""
