@@ -77,6 +77,9 @@ class LongCtxArguments:
 
     def __post_init__(self) -> None:
         self.check_longctx()
+        following = getattr(super(), "__post_init__", None)  # of a TrainingArguments mixed in
+        if following is not None:
+            following()
 
     def check_longctx(self) -> None:
         """Check the fields that need nothing else.

@@ -75,13 +75,6 @@ def test_b20_rows_with_boundaries_of_their_own_are_refused(tmp_path):
         scan(rows, OneOfTwo(), tmp_path)
 
 
-def test_metrics_of_a_ranks_share_are_refused(tmp_path):
-    arguments = LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    model = tiny("distca", dtype=torch.float32)
-    with pytest.raises(ValueError, match="compute_metrics would see one rank's rows"):
-        LongCtxTrainer(model=model, args=arguments, compute_metrics=lambda prediction: {})
-
-
 def test_rows_that_read_differently_each_time_are_refused(tmp_path):
     class Random(list):
         def __getitem__(self, row: Any) -> Any:

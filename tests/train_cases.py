@@ -316,12 +316,14 @@ class Launched:
     left: list[int]
 
 
-def launch(folder: Path, *names: str, processes: int, timeout: float = 240.0) -> Launched:
-    """Run cases under `accelerate launch` with the committed configuration."""
+def launch(
+    folder: Path, *names: str, processes: int, timeout: float = 240.0, script: str = __file__
+) -> Launched:
+    """Run cases of a script under `accelerate launch` with the committed configuration."""
     marker = uuid.uuid4().hex
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml")]
-    command += ["--num_processes", str(processes), __file__, str(folder), *names]
+    command += ["--num_processes", str(processes), script, str(folder), *names]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, MARKER: marker}
     try:

@@ -35,6 +35,11 @@ def _batch_size(arguments: Any) -> object:
     return None
 
 
+def _losses_in_metrics(arguments: Any) -> object:
+    wanted = getattr(arguments, "include_for_metrics", ())
+    return f"include_for_metrics={wanted}" if "loss" in wanted else None
+
+
 def _too_many_devices(arguments: Any) -> object:
     devices = getattr(arguments, "n_gpu", 0)
     return f"{devices} devices in one process" if devices > 1 else None
@@ -88,6 +93,24 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         _unless("train_sampling_strategy", "random", "sequential"),
         "packs are chosen by hf_longctx",
         "use random or sequential",
+    ),
+    Rule(
+        "metrics of each batch",
+        _unless("batch_eval_metrics", False),
+        "a batch holds parts of several documents, so metrics are computed of the whole set",
+        "leave it at False and reduce logits in preprocess_logits_for_metrics",
+    ),
+    Rule(
+        "predictions as lists",
+        _unless("eval_do_concat_batches", True),
+        "predictions are put together by document, not by batch",
+        "leave it at True",
+    ),
+    Rule(
+        "losses in metrics",
+        _losses_in_metrics,
+        "losses are summed over packs, not kept by document",
+        "compute them from predictions and labels in compute_metrics",
     ),
     Rule(
         "NEFTune",

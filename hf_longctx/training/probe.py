@@ -19,13 +19,19 @@ def probe(model: Any, *, name: str) -> None:
     """Refuse a model that would take our inputs and ignore some of them.
 
     Args:
-        model: A Transformers causal language model, before any wrapper.
+        model: A Transformers causal language model, before any wrapper but PEFT's.
         name (`str`): Its attention name.
 
     Raises:
         ValueError: naming the model's class and what it ignores.
     """
     of = type(model).__name__
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"{of} with {adapter.peft_type.value} puts virtual tokens before a row, which is not "
+            "where a document begins; use an adapter of weights, such as LoRA"
+        )
     forward = inspect.signature(model.forward).parameters.values()
     if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in forward):
         raise ValueError(

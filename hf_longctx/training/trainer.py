@@ -1,14 +1,13 @@
 """`Trainer` over batches that a group of ranks shares: a cooperative mixin and a ready class.
 
 Floor: training. The mixin builds the data loaders (documents in, packs out), binds this process's
-channel to each batch, and weighs the evaluation loss by tokens. Trainer's own loss arithmetic is
-exact here: every rank gives `labels` and `shift_labels` of different tokens, and the count is
-global.
+channel to each batch. Trainer's own loss arithmetic is exact here: every rank gives `labels` and
+`shift_labels` of different tokens, and the count is global. Evaluation is in `evaluation`.
 """
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +21,17 @@ from ..data.sampler import GroupBatchSampler
 from ..support import NAMES, refuse_arguments, refuse_model
 from .callback import LongCtxCallback
 from .collators import leave_out
+from .evaluation import EvaluationMixin
 from .groups import find_group, join
 from .loaders import Loaders
-from .loss import TokenWeightedLoss
+from .loss import refuse_other_losses
 from .probe import probe
 from .report import StepReport, summary
 
 logger = logging.getLogger(__name__)
-_Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
 
-class LongCtxTrainerMixin(_Base):
+class LongCtxTrainerMixin(EvaluationMixin):
     """Makes a Trainer whose loss is a sum over tokens run on shared batches.
 
     Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model carries
@@ -47,16 +46,7 @@ class LongCtxTrainerMixin(_Base):
         args, kwargs, collator = _without_collator(args, kwargs)
         ignored = leave_out(collator)
         super().__init__(*args, **kwargs)
-        if type(self).compute_loss is not Trainer.compute_loss:
-            raise ValueError(
-                f"{type(self).__name__}.compute_loss is overridden: it would see one rank's labels "
-                "and count; leave it out and use the model's own loss"
-            )
-        if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
-            raise ValueError(
-                "compute_metrics would see one rank's rows in layout order, with labels of other "
-                "documents beside them; leave it out and use eval_loss"
-            )
+        refuse_other_losses(self)
         if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func would see one rank's labels and shift them again; leave it out "
@@ -75,7 +65,6 @@ class LongCtxTrainerMixin(_Base):
         self._report = StepReport()
         self._spanning = 0
         self._logged = torch.zeros(2, dtype=torch.float64)  # `_exchanged` at the last log
-        self._evaluated: TokenWeightedLoss | None = None
         if self.longctx_attention in NAMES:
             self._adopt()
         else:
@@ -83,6 +72,15 @@ class LongCtxTrainerMixin(_Base):
         self._check_data()
         self.longctx_runtime = join(self.longctx_group)
         self.add_callback(LongCtxCallback(self))
+
+    def _build_accelerator_args(self, **kwargs: Any) -> Any:
+        """As Trainer's; a PEFT model may recompute under DDP like any other.
+
+        Trainer lets DDP look for unused parameters there, which ends a re-entrant recompute.
+        """
+        if self.args.activation_checkpointing and self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = False
+        return super()._build_accelerator_args(**kwargs)
 
     @property
     def longctx_attention(self) -> str:
@@ -196,32 +194,15 @@ class LongCtxTrainerMixin(_Base):
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Targets of a window over all trainers, at least 1: none at all gives loss 0, not NaN."""
         count = super()._get_num_items_in_batch(*args, **kwargs)
-        if self._evaluated is not None:
-            self._evaluated.count(count)
         return torch.clamp(count, min=1) if isinstance(count, Tensor) else count
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """One evaluation batch; its loss is kept with its number of targets."""
-        self._bind(inputs)
-        found = super().prediction_step(model, inputs, *args, **kwargs)
-        if self._evaluated is not None and found[0] is not None:
-            self._evaluated.add(found[0])
-        return found
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, with a loss that is the mean over all targets of the set."""
-        self._evaluated, before = TokenWeightedLoss(), self._exchanged()
+        """As Trainer's; what it exchanges is not in the log of training steps."""
+        before = self._exchanged()
         try:
-            output = super().evaluation_loop(*args, **kwargs)
-            key = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
-            if key in output.metrics:
-                output.metrics[key] = self._evaluated.mean(self.accelerator)
+            return super().evaluation_loop(*args, **kwargs)
         finally:
-            self._evaluated = None
-            self._logged += self._exchanged() - before  # the log is about training steps
-        return output
+            self._logged += self._exchanged() - before
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the balance, bytes and waiting time of the steps since the last log."""
