@@ -26,6 +26,9 @@ from hf_longctx import LongCtxTrainer, LongCtxTrainerMixin
 from hf_longctx.training.loss import TokenWeightedLoss, refuse_other_losses
 from hf_longctx.training.predictions import process
 
+# PEFT's own, as it wraps a model
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+
 CLOSE = 1e-5
 VOLATILE = ("loss", "model_preparation_time", "runtime", "samples_per_second", "steps_per_second")
 

@@ -27,7 +27,7 @@ def probe(model: Any, *, name: str) -> None:
     """
     of = type(model).__name__
     adapter = getattr(model, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
+    if adapter is not None and adapter.is_prompt_learning:
         raise ValueError(
             f"{of} with {adapter.peft_type.value} puts virtual tokens before a row, which is not "
             "where a document begins; use an adapter of weights, such as LoRA"
