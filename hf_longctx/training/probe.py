@@ -19,7 +19,7 @@ def probe(model: Any, *, name: str) -> None:
     """Refuse a model that would take our inputs and ignore some of them.
 
     Args:
-        model: A Transformers causal language model, before any wrapper but PEFT's.
+        model: A Transformers causal language model, before any wrapper.
         name (`str`): Its attention name.
 
     Raises:
