@@ -181,6 +181,15 @@ def test_preprocessing_that_mixes_tokens_is_refused(function, got):
         preprocessed(function)
 
 
+def test_predictions_that_are_not_logits_alone_are_refused(tmp_path):
+    trainer = cases.trainer_of("whole", tmp_path)
+    trainer.model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="gave tuple as predictions.* name its other outputs in"):
+        trainer.evaluate()
+    found = trainer.evaluate(ignore_keys=["hidden_states"])
+    assert found["eval_nll"] == pytest.approx(found["eval_loss"], rel=CLOSE)
+
+
 def test_b07_batches_of_an_evaluation_weigh_by_their_targets():
     losses = TokenWeightedLoss()
     for loss, targets in ((1.0, 2), (3.0, 6), (0.0, 0)):
