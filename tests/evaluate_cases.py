@@ -86,7 +86,12 @@ class SFTLongCtxTrainer(LongCtxTrainerMixin, trl.SFTTrainer):
 PREDICT: dict[str, dict[str, Any]] = {
     "whole": {},
     "classes": {"include_for_metrics": ["inputs"], "longctx_layout": "zigzag"},
-    "groups": {"longctx_group_size": 1, "longctx_max_tokens_per_rank": BUDGET},
+    "groups": {
+        "longctx_group_size": 1,
+        "longctx_max_tokens_per_rank": BUDGET,
+        "dataloader_num_workers": 1,  # batches pickle
+        "eval_accumulation_steps": 1,
+    },
     "split": {"longctx_overflow": "split"},
     "truncate": {"longctx_overflow": "truncate"},
 }
@@ -165,17 +170,19 @@ def run_sft(name: str, folder: Path) -> dict[str, Any]:
 
 def run_best(name: str, folder: Path) -> dict[str, Any]:
     """Train until the evaluation gets no better, and load the best checkpoint."""
+    peft, _, metric = name.rpartition("_")
     trainer = trainer_of(
         name,
         folder,
+        model=adapted("distca") if peft else None,
         max_steps=12,
-        learning_rate=1.0,
+        learning_rate=3.0 if peft else 1.0,
         eval_strategy="steps",
         eval_steps=1,
         save_strategy="steps",
         save_steps=1,
         load_best_model_at_end=True,
-        metric_for_best_model=name,
+        metric_for_best_model=metric,
         greater_is_better=False,
     )
     trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
@@ -308,6 +315,7 @@ RUNS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     "sft": run_sft,
     "loss": run_best,
     "nll": run_best,
+    "peft_nll": run_best,
     "generate": run_generate,
     **dict.fromkeys(PEFT, run_peft),
     "sft_peft": run_sft_peft,

@@ -26,6 +26,9 @@ from hf_longctx import LongCtxTrainer, LongCtxTrainerMixin
 from hf_longctx.training.loss import TokenWeightedLoss, refuse_other_losses
 from hf_longctx.training.predictions import process
 
+# PEFT's own, as it wraps a model
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+
 CLOSE = 1e-5
 VOLATILE = ("loss", "model_preparation_time", "runtime", "samples_per_second", "steps_per_second")
 
@@ -127,9 +130,8 @@ def test_b51_predictions_and_metrics_are_those_of_a_stock_trainer(worlds, name, 
         assert found["test_loss"] == pytest.approx(nll, rel=CLOSE)
         assert abs(right.metrics["test_loss"] / nll - 1) > 100 * CLOSE
         again = {key.replace("test_", "eval_", 1): found[key] for key in (*wanted, "test_loss")}
-        for key in ("eval_eval_best",):  # a key that has the prefix already keeps it
-            if key in again:
-                again["eval_best"] = again.pop(key)
+        if "eval_eval_best" in again:  # a key that has the prefix already keeps it
+            again["eval_best"] = again.pop("eval_eval_best")
         assert {key: rank[name]["evaluate"][key] for key in again} == pytest.approx(again)
 
 
@@ -177,6 +179,15 @@ def test_preprocessing_that_treats_each_token_by_itself():
 def test_preprocessing_that_mixes_tokens_is_refused(function, got):
     with pytest.raises(ValueError, match=f"made {got} of logits .*shift and sum in compute_m"):
         preprocessed(function)
+
+
+def test_predictions_that_are_not_logits_alone_are_refused(tmp_path):
+    trainer = cases.trainer_of("whole", tmp_path)
+    trainer.model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="gave tuple as predictions.* name its other outputs in"):
+        trainer.evaluate()
+    found = trainer.evaluate(ignore_keys=["hidden_states"])
+    assert found["eval_nll"] == pytest.approx(found["eval_loss"], rel=CLOSE)
 
 
 def test_b07_batches_of_an_evaluation_weigh_by_their_targets():
@@ -227,25 +238,30 @@ def test_trl_losses_that_are_no_sum_over_tokens_are_refused():
 # The best checkpoint, and generation
 
 
-@pytest.mark.parametrize("name", ["loss", "nll"])
+def loaded(saved: Path) -> dict[str, torch.Tensor]:
+    """Weights of a saved model, or of stock Llama with a saved adapter, loaded as anyone would."""
+    if not (saved / "adapter_config.json").exists():
+        return weights_of(AutoModelForCausalLM.from_pretrained(saved))
+    return weights_of(PeftModel.from_pretrained(tiny("sdpa", dtype=torch.float32), saved))
+
+
+@pytest.mark.parametrize("name", ["loss", "nll", "peft_nll"])
 def test_early_stopping_and_the_best_checkpoint(two, name):
     for rank in two.ranks:
         case = rank[name]
         log = [entry for entry in case["log"] if "eval_loss" in entry]
         for entry in log:
             assert entry["eval_nll"] == pytest.approx(entry["eval_loss"], rel=CLOSE)
-        best = min(log, key=lambda entry: entry[f"eval_{name}"])
+        best = min(log, key=lambda entry: entry[f"eval_{name.removeprefix('peft_')}"])
         assert best["step"] > 1 and case["steps"] == log[-1]["step"] == best["step"] + 2 < 12
         assert Path(case["best"]).name == f"checkpoint-{best['step']}"
         assert case["again"] == pytest.approx(best["eval_loss"], rel=1e-6)
         assert case["attention"] == "distca"
-    final = two.folder / name / "final"
-    right = weights_of(AutoModelForCausalLM.from_pretrained(case["best"]))
-    for key, weight in weights_of(AutoModelForCausalLM.from_pretrained(final)).items():
-        assert torch.equal(weight, right[key]), key
+    final, right = two.folder / name / "final", loaded(Path(case["best"]))
+    assert all(torch.equal(weight, right[key]) for key, weight in loaded(final).items())
     for folder in (final, Path(case["best"])):
-        text = (folder / "config.json").read_text()
-        assert "distca" not in text and "longctx" not in text
+        (config,) = folder.glob("*config.json") if name == "peft_nll" else [folder / "config.json"]
+        assert "distca" not in config.read_text() and "longctx" not in config.read_text()
 
 
 def test_b52_generation_during_evaluation_is_local(two):
@@ -279,11 +295,10 @@ def test_b54_peft_adapters_train_as_in_one_process(two, name):
 
 
 def assert_adapter(saved: Path, right: dict[str, torch.Tensor], *, moved_from: Any) -> None:
-    """Compare a saved adapter, loaded as anyone would, with the right weights."""
+    """Compare a saved adapter with the right weights."""
     assert "distca" not in (saved / "adapter_config.json").read_text()
     before = weights_of(moved_from)
-    found = weights_of(PeftModel.from_pretrained(tiny("sdpa", dtype=torch.float32), saved))
-    for key, weight in found.items():
+    for key, weight in loaded(saved).items():
         torch.testing.assert_close(weight, right[key], rtol=0, atol=CLOSE)
         if "lora_" in key:
             assert float((weight - before[key]).abs().max()) > 20 * CLOSE
@@ -291,10 +306,7 @@ def assert_adapter(saved: Path, right: dict[str, torch.Tensor], *, moved_from: A
 
 def test_b40_b54_peft_resume_is_exact_and_restores_the_hook(two):
     assert [rank["peft"]["attention"] for rank in two.ranks] == ["distca"] * 2
-    whole, resumed = (
-        weights_of(PeftModel.from_pretrained(tiny("sdpa", dtype=torch.float32), two.folder / path))
-        for path in ("peft/final", "peft/resumed")
-    )
+    whole, resumed = (loaded(two.folder / path) for path in ("peft/final", "peft/resumed"))
     assert all(torch.equal(weight, whole[key]) for key, weight in resumed.items())
 
 

@@ -19,7 +19,7 @@ def probe(model: Any, *, name: str) -> None:
     """Refuse a model that would take our inputs and ignore some of them.
 
     Args:
-        model: A Transformers causal language model, before any wrapper but PEFT's.
+        model: A Transformers causal language model, before any wrapper.
         name (`str`): Its attention name.
 
     Raises:
@@ -27,7 +27,7 @@ def probe(model: Any, *, name: str) -> None:
     """
     of = type(model).__name__
     adapter = getattr(model, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
+    if adapter is not None and adapter.is_prompt_learning:
         raise ValueError(
             f"{of} with {adapter.peft_type.value} puts virtual tokens before a row, which is not "
             "where a document begins; use an adapter of weights, such as LoRA"
