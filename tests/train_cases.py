@@ -192,10 +192,10 @@ class Lines(logging.Handler):
 
 def run(name: str, folder: Path) -> dict[str, Any]:
     """Train a case to its end and save the model; the result is the same on all ranks."""
-    trainer, lines = trainer_of(CASES[name], folder), Lines()
-    logger = logging.getLogger("hf_longctx")
+    lines, logger = Lines(), logging.getLogger("hf_longctx")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
+    trainer = trainer_of(CASES[name], folder)
     trainer.train()
     logger.removeHandler(lines)
     trainer.save_model(str(folder / "final"))
@@ -316,12 +316,14 @@ class Launched:
     left: list[int]
 
 
-def launch(folder: Path, *names: str, processes: int, timeout: float = 240.0) -> Launched:
-    """Run cases under `accelerate launch` with the committed configuration."""
+def launch(
+    folder: Path, *names: str, processes: int, timeout: float = 240.0, script: str = __file__
+) -> Launched:
+    """Run cases of a script under `accelerate launch` with the committed configuration."""
     marker = uuid.uuid4().hex
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml")]
-    command += ["--num_processes", str(processes), __file__, str(folder), *names]
+    command += ["--num_processes", str(processes), script, str(folder), *names]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, MARKER: marker}
     try:

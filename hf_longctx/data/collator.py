@@ -90,7 +90,10 @@ class LongCtxCollator:
             tolerance=self.tolerance,
             budget=self.budget,
             filler=filler,
-            contents=crc32(np.asarray([astuple(piece) for piece in pack], "<i8").tobytes()),
+            contents=crc32(
+                np.asarray([astuple(piece) for piece in pack], "<i8").tobytes(),
+                getattr(documents, "fingerprint", 0),  # a stream's; other documents were scanned
+            ),
         )
         return inputs
 
