@@ -56,6 +56,11 @@ class LongCtxArguments:
         "A document longer than a batch: error stops, split makes several documents of it (each "
         "restarts at position 0), truncate keeps its beginning.",
     )
+    longctx_lookahead: int = _flag(
+        1000,
+        "Documents of a stream that are read ahead, to choose from for a batch. More fill batches "
+        "better and take memory; a data set with a length is packed as a whole.",
+    )
     longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
         "none", "How communication hides behind work. Only none is built yet."
     )
@@ -96,6 +101,10 @@ class LongCtxArguments:
             raise ValueError(
                 f"longctx_group_size={self.longctx_group_size} must be at least 1 and divide the "
                 "trainers; leave it out to share each batch among all of them"
+            )
+        if self.longctx_lookahead < 1:
+            raise ValueError(
+                f"longctx_lookahead={self.longctx_lookahead} must be at least 1; 1000 is usual"
             )
         if not 0 <= self.longctx_tolerance < float("inf"):
             raise ValueError(

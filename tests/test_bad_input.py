@@ -83,12 +83,6 @@ def test_evaluation_documents_are_refused_at_construction(tmp_path):
             trainer(tmp_path, good, eval_dataset=given)
 
 
-def test_streams_are_refused(tmp_path):
-    stream = Dataset.from_list(documents([9])).to_iterable_dataset()
-    with pytest.raises(ValueError, match="has no length: streaming is not built yet"):
-        trainer(tmp_path, stream)
-
-
 def test_missing_data_sets_are_refused(tmp_path):
     without = trainer(tmp_path, None)
     with pytest.raises(ValueError, match="training needs a train_dataset"):
@@ -155,6 +149,7 @@ def test_batches_of_other_loaders_are_refused(tmp_path):
     [
         ({"longctx_max_tokens_per_rank": 0}, "longctx_max_tokens_per_rank=0 must be at least 1"),
         ({"longctx_group_size": 0}, "longctx_group_size=0 must be at least 1 and divide"),
+        ({"longctx_lookahead": 0}, "longctx_lookahead=0 must be at least 1"),
         ({"longctx_tolerance": -0.1}, "longctx_tolerance=-0.1 must be 0 or more"),
         ({"longctx_tolerance": float("nan")}, "longctx_tolerance=nan must be 0 or more"),
         ({"longctx_layout": "zigzga"}, "longctx_layout='zigzga' is not built yet; use one of"),

@@ -192,10 +192,10 @@ class Lines(logging.Handler):
 
 def run(name: str, folder: Path) -> dict[str, Any]:
     """Train a case to its end and save the model; the result is the same on all ranks."""
-    trainer, lines = trainer_of(CASES[name], folder), Lines()
-    logger = logging.getLogger("hf_longctx")
+    lines, logger = Lines(), logging.getLogger("hf_longctx")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
+    trainer = trainer_of(CASES[name], folder)
     trainer.train()
     logger.removeHandler(lines)
     trainer.save_model(str(folder / "final"))

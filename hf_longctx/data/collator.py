@@ -91,7 +91,10 @@ class LongCtxCollator:
             tolerance=self.tolerance,
             budget=self.budget,
             filler=filler,
-            contents=crc32(pieces.tobytes()),
+            contents=crc32(
+                pieces.tobytes(),
+                getattr(documents, "fingerprint", 0),  # a stream's; other documents were scanned
+            ),
             pieces=pieces,
         )
         return inputs

@@ -18,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
 from ..data.sampler import GroupBatchSampler
+from ..data.stream import PackStream
 from ..support import NAMES, refuse_arguments, refuse_model
 from .callback import LongCtxCallback
 from .collators import leave_out
@@ -110,13 +111,15 @@ class LongCtxTrainerMixin(EvaluationMixin):
 
     def _check_data(self) -> None:
         """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
-        self.longctx_sampler: GroupBatchSampler | None = None
+        self.longctx_sampler: GroupBatchSampler | PackStream | None = None
         if self.train_dataset is not None:
-            self.longctx_sampler = self.longctx_loaders.sampler(self.train_dataset, training=True)
+            self.longctx_sampler = self.longctx_loaders.source(self.train_dataset, training=True)
         given = self.eval_dataset
-        for dataset in given.values() if isinstance(given, dict) else [given]:
+        sets = given.items() if isinstance(given, dict) else [(None, given)]
+        for key, dataset in sets:
             if dataset is not None:
-                self.longctx_loaders.sampler(dataset, training=False)
+                name = "eval_dataset" if key is None else f"eval_dataset[{key!r}]"
+                self.longctx_loaders.source(dataset, training=False, description=name)
 
     def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
         if self.longctx_attention not in NAMES:
