@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
 from ..data.sampler import GroupBatchSampler
-from ..support import NAMES, refuse_arguments, refuse_model
+from ..support import NAMES, refuse_arguments, refuse_given, refuse_model
 from .callback import LongCtxCallback
 from .groups import find_group, join
 from .loaders import Loaders
@@ -66,6 +66,7 @@ class LongCtxTrainerMixin(_Base):
                 "LongCtxTrainingArguments"
             )
         refuse_arguments(self.args)
+        refuse_given(self.model, train_dataset=self.train_dataset)
         self.longctx_group = find_group(self.args)
         self.longctx_loaders = Loaders(
             self.args,
