@@ -6,15 +6,12 @@ exact here: every rank gives `labels` and `shift_labels` of different tokens, an
 global.
 """
 
-import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
@@ -26,8 +23,8 @@ from .loaders import Loaders
 from .loss import TokenWeightedLoss
 from .probe import probe
 from .report import StepReport, summary
+from .resume import arguments_of, refuse_other_data, restore_name
 
-logger = logging.getLogger(__name__)
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
 
@@ -78,6 +75,7 @@ class LongCtxTrainerMixin(_Base):
         self._spanning = 0
         self._logged = torch.zeros(2, dtype=torch.float64)  # `_exchanged` at the last log
         self._evaluated: TokenWeightedLoss | None = None
+        self.args.longctx_trainers = self.longctx_group.trainers
         if self.longctx_attention in NAMES:
             self._adopt()
         else:
@@ -100,8 +98,7 @@ class LongCtxTrainerMixin(_Base):
                 "be a mean over all trainers' tokens; use a model whose loss takes it"
             )
         probe(self.model, name=self.longctx_attention)
-        if hasattr(self.args, "longctx_attention"):
-            self.args.longctx_attention = self.longctx_attention
+        self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:
         """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
@@ -143,23 +140,22 @@ class LongCtxTrainerMixin(_Base):
         return self._loader(test_dataset, training=False)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; a resumed run takes its attention name from the checkpoint's arguments."""
-        if resume_from_checkpoint and self.longctx_attention not in NAMES:
-            last = resume_from_checkpoint is True
-            checkpoint = (
-                get_last_checkpoint(self.args.output_dir) if last else resume_from_checkpoint
-            )
-            path = os.path.join(str(checkpoint), "training_args.bin")
-            if os.path.isfile(path):
-                self._restore_name(torch.load(path, weights_only=False), source=path)
+        """Train; a resumed run takes its attention name from the checkpoint's arguments.
+
+        Raises:
+            ValueError: where a resumed run would skip other data than the checkpoint's run took;
+                see `resume.refuse_other_data`.
+        """
+        if resume_from_checkpoint:
+            kept = arguments_of(resume_from_checkpoint, output_dir=self.args.output_dir)
+            if kept is not None:
+                self._restore_name(kept, source="the checkpoint")
+                refuse_other_data(kept, self.args, checkpoint=resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_name(self, kept: Any, *, source: str) -> None:
-        """Run under the attention name that the arguments of an earlier run hold, if they do."""
-        name = getattr(kept, "longctx_attention", None)
-        if name:
-            logger.warning("resuming with attn_implementation=%r from %s", name, source)
-            self.model.set_attn_implementation(name)
+        """Run a model without one of our names under the one that `kept` holds, if it does."""
+        if self.longctx_attention not in NAMES and restore_name(self.model, kept, source=source):
             self._adopt()
 
     def _bind(self, inputs: dict[str, Any]) -> LongCtxBatch:
