@@ -238,7 +238,7 @@ def test_two_processes_that_would_train_apart_are_refused(tmp_path):
     assert "set use_cpu=True" in ended.output
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", ["kill", "kill_first", "raise"])
 def test_b62_the_others_end_when_a_rank_is_lost(tmp_path, how):
     ended = launch(tmp_path, how, processes=2)
     assert ended.code != 0 and ended.left == []

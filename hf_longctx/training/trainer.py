@@ -215,8 +215,9 @@ class LongCtxTrainerMixin(_Base):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the balance, bytes and waiting time of the steps since the last log."""
         if "loss" in logs and self._report.budget:  # tokens may be 0: a group had filler only
-            self._spanning += self._report.spanning
-            logs = {**logs, **self._report.logs(), **self._moved()}
+            report = self._report.of_all_groups(self.accelerator, ranks=self.longctx_group.size)
+            self._spanning += report.spanning
+            logs = {**logs, **report.logs(), **self._moved()}
             self._report = StepReport()
         super().log(logs, *args, **kwargs)
 
