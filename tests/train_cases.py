@@ -134,6 +134,7 @@ CASES = {
     "digest": Case(lengths=(48,) * 8),
     "apart": Case(lengths=UNEVEN, options={"use_cpu": False}),
     "kill": Case(lengths=UNEVEN),
+    "kill_first": Case(lengths=UNEVEN),
     "raise": Case(lengths=UNEVEN),
 }
 
@@ -255,14 +256,16 @@ def run_digest(name: str, folder: Path) -> dict[str, Any]:
 
 
 def run_until_death(name: str, folder: Path) -> dict[str, Any]:
-    """Rank 1 dies or raises in its second step."""
+    """Rank 1, or the first one, dies or raises in its second step."""
     from transformers import TrainerCallback
+
+    loses = 0 if name == "kill_first" else 1
 
     class Dies(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1 and args.process_index == 1:
+            if state.global_step == 1 and args.process_index == loses:
                 (folder.parent / "died").write_text(str(time.time()))
-                if name == "kill":
+                if name.startswith("kill"):
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError(f"rank {args.process_index} raises")
 
@@ -276,6 +279,7 @@ RUNS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     "resume": run_resume,
     "digest": run_digest,
     "kill": run_until_death,
+    "kill_first": run_until_death,
     "raise": run_until_death,
 }
 

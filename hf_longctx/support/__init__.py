@@ -4,6 +4,7 @@ Floor: support. Nothing is ever downgraded in silence.
 """
 
 from .calls import CALL_KEYWORDS, refuse_call
+from .given import refuse_given
 from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
@@ -17,6 +18,7 @@ __all__ = [
     "Rule",
     "refuse_arguments",
     "refuse_call",
+    "refuse_given",
     "refuse_model",
     "table",
 ]

@@ -5,21 +5,18 @@ channel to each batch. Trainer's own loss arithmetic is exact here: every rank g
 `shift_labels` of different tokens, and the count is global. Evaluation is in `evaluation`.
 """
 
-import logging
-import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
-from ..support import NAMES, refuse_arguments, refuse_model
+from ..support import NAMES, refuse_arguments, refuse_given, refuse_model
 from .callback import LongCtxCallback
 from .collators import leave_out
 from .evaluation import EvaluationMixin
@@ -28,8 +25,7 @@ from .loaders import Loaders
 from .loss import refuse_other_losses
 from .probe import probe
 from .report import StepReport, summary
-
-logger = logging.getLogger(__name__)
+from .resume import arguments_of, refuse_other_data, restore_name
 
 
 class LongCtxTrainerMixin(EvaluationMixin):
@@ -55,6 +51,7 @@ class LongCtxTrainerMixin(EvaluationMixin):
             )
         self._longctx_arguments()
         refuse_arguments(self.args)
+        refuse_given(self.model, train_dataset=self.train_dataset)
         self.longctx_group = find_group(self.args)
         self.longctx_loaders = Loaders(
             self.args,
@@ -66,6 +63,7 @@ class LongCtxTrainerMixin(EvaluationMixin):
         self._report = StepReport()
         self._spanning = 0
         self._logged = torch.zeros(2, dtype=torch.float64)  # `_exchanged` at the last log
+        self.args.longctx_trainers = self.longctx_group.trainers
         if self.longctx_attention in NAMES:
             self._adopt()
         else:
@@ -106,8 +104,7 @@ class LongCtxTrainerMixin(EvaluationMixin):
                 "be a mean over all trainers' tokens; use a model whose loss takes it"
             )
         probe(self.model, name=self.longctx_attention)
-        if hasattr(self.args, "longctx_attention"):
-            self.args.longctx_attention = self.longctx_attention
+        self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:
         """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
@@ -151,23 +148,22 @@ class LongCtxTrainerMixin(EvaluationMixin):
         return self._loader(test_dataset, training=False)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; a resumed run takes its attention name from the checkpoint's arguments."""
-        if resume_from_checkpoint and self.longctx_attention not in NAMES:
-            last = resume_from_checkpoint is True
-            checkpoint = (
-                get_last_checkpoint(self.args.output_dir) if last else resume_from_checkpoint
-            )
-            path = os.path.join(str(checkpoint), "training_args.bin")
-            if os.path.isfile(path):
-                self._restore_name(torch.load(path, weights_only=False), source=path)
+        """Train; a resumed run takes its attention name from the checkpoint's arguments.
+
+        Raises:
+            ValueError: where a resumed run would skip other data than the checkpoint's run took;
+                see `resume.refuse_other_data`.
+        """
+        if resume_from_checkpoint:
+            kept = arguments_of(resume_from_checkpoint, output_dir=self.args.output_dir)
+            if kept is not None:
+                self._restore_name(kept, source="the checkpoint")
+                refuse_other_data(kept, self.args, checkpoint=resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_name(self, kept: Any, *, source: str) -> None:
-        """Run under the attention name that the arguments of an earlier run hold, if they do."""
-        name = getattr(kept, "longctx_attention", None)
-        if name:
-            logger.warning("resuming with attn_implementation=%r from %s", name, source)
-            self.model.set_attn_implementation(name)
+        """Run a model without one of our names under the one that `kept` holds, if it does."""
+        if self.longctx_attention not in NAMES and restore_name(self.model, kept, source=source):
             self._adopt()
 
     def _bind(self, inputs: dict[str, Any]) -> LongCtxBatch:
@@ -210,8 +206,9 @@ class LongCtxTrainerMixin(EvaluationMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the balance, bytes and waiting time of the steps since the last log."""
         if "loss" in logs and self._report.budget:  # tokens may be 0: a group had filler only
-            self._spanning += self._report.spanning
-            logs = {**logs, **self._report.logs(), **self._moved()}
+            report = self._report.of_all_groups(self.accelerator, ranks=self.longctx_group.size)
+            self._spanning += report.spanning
+            logs = {**logs, **report.logs(), **self._moved()}
             self._report = StepReport()
         super().log(logs, *args, **kwargs)
 
