@@ -7,6 +7,7 @@ from .calls import CALL_KEYWORDS, refuse_call
 from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
+from .wrappers import WRAPPER_RULES, refuse_wrappers
 
 __all__ = [
     "ARGUMENT_RULES",
@@ -14,9 +15,11 @@ __all__ = [
     "MODEL_RULES",
     "NAMES",
     "PLANNED_NAMES",
+    "WRAPPER_RULES",
     "Rule",
     "refuse_arguments",
     "refuse_call",
     "refuse_model",
+    "refuse_wrappers",
     "table",
 ]

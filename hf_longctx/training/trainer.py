@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
 from ..data.sampler import GroupBatchSampler
-from ..support import NAMES, refuse_arguments, refuse_model
+from ..support import NAMES, refuse_arguments, refuse_model, refuse_wrappers
 from .callback import LongCtxCallback
 from .groups import find_group, join
 from .loaders import Loaders
@@ -67,6 +67,7 @@ class LongCtxTrainerMixin(_Base):
             )
         refuse_arguments(self.args)
         self.longctx_group = find_group(self.args)
+        refuse_wrappers(self)
         self.longctx_loaders = Loaders(
             self.args,
             self.longctx_group,
@@ -82,7 +83,7 @@ class LongCtxTrainerMixin(_Base):
         else:
             self._restore_name(self.args, source="the training arguments")
         self._check_data()
-        self.longctx_runtime = join(self.longctx_group)
+        self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
         self.add_callback(LongCtxCallback(self))
 
     @property
@@ -105,10 +106,12 @@ class LongCtxTrainerMixin(_Base):
     def _check_data(self) -> None:
         """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
         self.longctx_sampler: GroupBatchSampler | None = None
+        given = self.eval_dataset
+        sets = given if isinstance(given, dict) else {"eval_dataset": given}
+        self.longctx_loaders.compare({"train_dataset": self.train_dataset, **sets})
         if self.train_dataset is not None:
             self.longctx_sampler = self.longctx_loaders.sampler(self.train_dataset, training=True)
-        given = self.eval_dataset
-        for dataset in given.values() if isinstance(given, dict) else [given]:
+        for dataset in sets.values():
             if dataset is not None:
                 self.longctx_loaders.sampler(dataset, training=False)
 
@@ -143,6 +146,13 @@ class LongCtxTrainerMixin(_Base):
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train; a resumed run takes its attention name from the checkpoint's arguments."""
+        sharded = getattr(self, "is_distributed_loading_by_transformers", False)
+        if resume_from_checkpoint and sharded:
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint} cannot restore a model that was "
+                "sharded when it was loaded (DistributedConfig): its optimizer state is in no "
+                "checkpoint; load the checkpoint's weights with from_pretrained and start anew"
+            )
         if resume_from_checkpoint and self.longctx_attention not in NAMES:
             last = resume_from_checkpoint is True
             checkpoint = (
