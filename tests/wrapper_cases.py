@@ -75,24 +75,24 @@ def wrapped_trainer(name: str, folder: Path, **changes: Any) -> Any:
         # else DeepSpeed compiles a C++ extension that training does not use, for 40 seconds
         deepspeed.ops.__compatible_ops__ = {}
         return trainer_of(case, folder, deepspeed=deepspeed_config(name), **changes)
-    return trainer_of(case, folder, model=sharded(case, folder), **changes)
+    arguments(case, folder)  # makes the default group
+    return trainer_of(case, folder, model=sharded(case.name, folder), **changes)
 
 
-def sharded(case: Case, folder: Path) -> Any:
-    """The case's model from a checkpoint, sharded while it loads."""
+def sharded(name: str, folder: Path) -> Any:
+    """The tiny Llama under an attention name, from a checkpoint, sharded while it loads."""
     import torch
     import torch.distributed as dist
     from tiny import tiny
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    arguments(case, folder)  # makes the default group
     if dist.get_rank() == 0:
         tiny("sdpa", dtype=torch.float32).save_pretrained(folder / "start")
     dist.barrier()
     return AutoModelForCausalLM.from_pretrained(
         folder / "start",
-        attn_implementation=case.name,
+        attn_implementation=name,
         dtype=torch.float32,
         distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()),
     )
