@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import wrapper_cases
-from plain_loop import Plain, plain_loop, weights_of
+from plain_loop import Plain, pieces_of, plain_loop, token_loss, weights_of
 from tiny import collate, documents, tiny
 from torch import Tensor
 from train_cases import launch
@@ -104,6 +104,14 @@ def test_evaluation_is_weighted_by_tokens(name, cases):
     assert found == 2 * (2 if name == "fsdp2_evaluate" else 1)
 
 
+def test_fsdp2_evaluates_before_training(cases):
+    case = CASES["fsdp2_evaluate"]
+    rows = case.evaluation_rows()["long"]
+    with torch.no_grad():
+        loss = token_loss(tiny("sdpa", dtype=torch.float32), rows, pieces_of(case, rows, 2))
+    close([cases["fsdp2_evaluate"]["before"]], [loss.item()])
+
+
 def test_b57_fsdp2_saves_each_step_and_at_the_end(cases, folder):
     assert cases["fsdp2_save"]["seconds"] < 60
     right = saved_weights(folder / "fsdp2_save" / "final")
@@ -191,6 +199,13 @@ WRAPPED = {
     "DeepSpeed with ACCELERATE_USE_CPU": (
         wrapped(args=SimpleNamespace(fsdp=None, deepspeed_plugin="given")),
         "MULTI_CPU",
+    ),
+    "best model of native FSDP2": (
+        wrapped(
+            args=SimpleNamespace(fsdp=None, deepspeed_plugin=None, load_best_model_at_end=True),
+            is_distributed_loading_by_transformers=True,
+        ),
+        "load_best_model_at_end=True",
     ),
     "tensor, pipeline and expert parallelism": (wrapped(model=model_of(tp_size=2)), "tp_size=2"),
     "parallelism of Accelerate": (wrapped(sizes={"cp_size": 2}), "parallelism_config.cp_size=2"),

@@ -105,9 +105,11 @@ def perform(name: str, folder: Path) -> dict[str, Any]:
         trainer = wrapped_trainer(name, folder)
     except ValueError as error:
         return {"error": str(error)}
+    before = trainer.evaluate() if name == "fsdp2_evaluate" else {}
     trainer.train()
     trainer.save_model(str(folder / "final"))
     result = {
+        "before": before.get("eval_long_loss"),
         "history": trainer.state.log_history,
         "wrapper": type(trainer.model_wrapped).__name__,
         "parameters": sorted({type(p).__name__ for p in trainer.model.parameters()}),

@@ -29,6 +29,12 @@ def _ignored_deepspeed(trainer: Any) -> object:
     return f"distributed_type is {trainer.accelerator.distributed_type.value}"
 
 
+def _best_of_sharded(trainer: Any) -> object:
+    if not getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return None
+    return "load_best_model_at_end=True" if trainer.args.load_best_model_at_end else None
+
+
 def _model_parallel(trainer: Any) -> object:
     config = getattr(trainer.model.config, "distributed_config", None)
     for field in ("tp_size", "pp_size", "ep_size"):
@@ -60,6 +66,12 @@ WRAPPER_RULES: tuple[Rule, ...] = (
         _ignored_deepspeed,
         "Accelerate ignores it there, and the run would be DDP",
         "unset that variable and pass use_cpu=True",
+    ),
+    Rule(
+        "best model of native FSDP2",
+        _best_of_sharded,
+        "Transformers loads no checkpoint into weights that were sharded when they were loaded",
+        "leave it out, and load best_model_checkpoint with from_pretrained after the run",
     ),
     Rule(
         "tensor, pipeline and expert parallelism",

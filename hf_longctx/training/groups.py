@@ -4,7 +4,10 @@ Floor: training.
 """
 
 import atexit
+import ctypes
 import os
+import signal
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -63,6 +66,19 @@ def find_group(arguments: Any) -> Group:
     return Group(trainers=trainers, size=size, index=rank // size, rank=rank % size)
 
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_launcher() -> None:
+    """Have Linux end this process when its launcher is killed, which could not end it any more.
+
+    Only under torchrun's agent (`accelerate launch` too), which is the parent and outlives its
+    ranks: elsewhere the parent may be a shell that leaves a run behind on purpose.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def join(group: Group, *, default_seconds: float) -> Runtime:
     """This process's runtime: every trainer builds the groups' channels in one order.
 
@@ -72,6 +88,7 @@ def join(group: Group, *, default_seconds: float) -> Runtime:
             leaves at 30 minutes on the CPU. An exchange waits at most half as long: the error of a
             lost peer is to come from there, where it names the peer.
     """
+    end_with_launcher()
     if group.trainers > 1 and dist.get_backend() == "gloo":
         assert dist.group.WORLD is not None
         dist.group.WORLD.set_timeout(timedelta(seconds=default_seconds))
