@@ -144,6 +144,9 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
 
     per_device_train_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
     per_device_eval_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
+    ddp_timeout: int = _flag(
+        600, "Seconds that a trainer waits for another outside of exchanges, also on the CPU."
+    )
     longctx_attention: str | None = _flag(
         None, "Attention name of the run; filled in by the trainer, read again at resume."
     )

@@ -144,7 +144,7 @@ ARGUMENTS = {
     "NEFTune": {"neftune_noise_alpha": 5.0},
     "float16": {"fp16": True},
     "torch.compile": {"torch_compile": True},
-    "DeepSpeed": {"deepspeed": "no_such_file.json"},
+    "DeepSpeed beyond ZeRO 0, 1 and 2": {"deepspeed": {"zero_optimization": {"stage": 3}}},
 }
 FOREIGN = {  # no fields of our arguments
     "DataParallel": SimpleNamespace(n_gpu=2),

@@ -275,7 +275,8 @@ def run_until_death(name: str, folder: Path) -> dict[str, Any]:
     return {}
 
 
-RUNS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
+Perform = Callable[[str, Path], dict[str, Any]]
+RUNS: dict[str, Perform] = {
     "resume": run_resume,
     "digest": run_digest,
     "kill": run_until_death,
@@ -284,14 +285,19 @@ RUNS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
+def perform(name: str, folder: Path) -> dict[str, Any]:
+    """Run one case."""
+    return RUNS.get(name, run)(name, folder)
+
+
+def main(folder: Path, names: list[str], *, perform: Perform = perform) -> None:
     """Run the named cases; rank 0 writes `results.json`."""
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
 
     torch.set_num_threads(1)
-    results = {name: RUNS.get(name, run)(name, folder / name) for name in names}
+    results = {name: perform(name, folder / name) for name in names}
     state = PartialState()
     if state.is_main_process:
         found = {
@@ -321,9 +327,13 @@ class Launched:
 
 
 def launch(
-    folder: Path, *names: str, processes: int, timeout: float = 240.0, script: str = __file__
+    folder: Path,
+    *names: str,
+    processes: int,
+    timeout: float = 240.0,
+    script: str = __file__,
 ) -> Launched:
-    """Run cases of a script under `accelerate launch` with the committed configuration."""
+    """Run a script's cases under `accelerate launch` with the committed configuration."""
     marker = uuid.uuid4().hex
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml")]

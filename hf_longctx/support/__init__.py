@@ -8,6 +8,7 @@ from .given import refuse_given
 from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
+from .wrappers import WRAPPER_RULES, refuse_wrappers
 
 __all__ = [
     "ARGUMENT_RULES",
@@ -15,10 +16,12 @@ __all__ = [
     "MODEL_RULES",
     "NAMES",
     "PLANNED_NAMES",
+    "WRAPPER_RULES",
     "Rule",
     "refuse_arguments",
     "refuse_call",
     "refuse_given",
     "refuse_model",
+    "refuse_wrappers",
     "table",
 ]

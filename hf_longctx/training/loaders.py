@@ -4,11 +4,13 @@ Floor: training.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..arguments import LongCtxArguments
@@ -60,6 +62,23 @@ class Loaders:
     def budget(self) -> int:
         """Tokens that one batch of a group can hold."""
         return int(self.group.size * self.arguments.longctx_max_tokens_per_rank)
+
+    def compare(self, datasets: Mapping[str, Any]) -> None:
+        """Refuse data sets that only some trainers hold, before any waits for another's scan.
+
+        Args:
+            datasets (`Mapping[str, Any]`): By name; `None` where this trainer has none.
+
+        Raises:
+            ValueError: with the names on each trainer.
+        """
+        mine = [name for name, dataset in datasets.items() if dataset is not None]
+        everyone = gather_object([mine])
+        if any(names != mine for names in everyone):
+            raise ValueError(
+                f"the trainers hold different data sets, in rank order {everyone}; give every "
+                "process the same train_dataset and eval_dataset"
+            )
 
     def source(
         self, dataset: Any, *, training: bool, description: str | None = None

@@ -51,6 +51,20 @@ def arguments_of(checkpoint: str | bool, *, output_dir: str) -> Any | None:
         ) from error
 
 
+def refuse_sharded(trainer: Any, *, checkpoint: str | bool) -> None:
+    """Refuse to resume a model that was sharded when it was loaded.
+
+    Raises:
+        ValueError: with the checkpoint and the remedy.
+    """
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint} cannot restore a model that was sharded when it "
+            "was loaded (DistributedConfig): its optimizer state is in no checkpoint; load the "
+            "checkpoint's weights with from_pretrained and start anew"
+        )
+
+
 def restore_name(model: Any, kept: Any, *, source: str) -> bool:
     """Put a model under the attention name of an earlier run; whether there was one.
 

@@ -16,7 +16,7 @@ from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
-from ..support import NAMES, refuse_arguments, refuse_given, refuse_model
+from ..support import NAMES, refuse_arguments, refuse_given, refuse_model, refuse_wrappers
 from .callback import LongCtxCallback
 from .collators import leave_out
 from .evaluation import EvaluationMixin
@@ -25,7 +25,7 @@ from .loaders import Loaders
 from .loss import refuse_other_losses
 from .probe import probe
 from .report import StepReport, summary
-from .resume import arguments_of, refuse_other_data, restore_name
+from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
 
 
 class LongCtxTrainerMixin(EvaluationMixin):
@@ -53,6 +53,7 @@ class LongCtxTrainerMixin(EvaluationMixin):
         refuse_arguments(self.args)
         refuse_given(self.model, train_dataset=self.train_dataset)
         self.longctx_group = find_group(self.args)
+        refuse_wrappers(self)
         self.longctx_loaders = Loaders(
             self.args,
             self.longctx_group,
@@ -69,7 +70,7 @@ class LongCtxTrainerMixin(EvaluationMixin):
         else:
             self._restore_name(self.args, source="the training arguments")
         self._check_data()
-        self.longctx_runtime = join(self.longctx_group)
+        self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
         self.add_callback(LongCtxCallback(self))
 
     def _build_accelerator_args(self, **kwargs: Any) -> Any:
@@ -109,13 +110,17 @@ class LongCtxTrainerMixin(EvaluationMixin):
     def _check_data(self) -> None:
         """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
         self.longctx_sampler: GroupBatchSampler | PackStream | None = None
+        given = self.eval_dataset
+        named = (
+            {f"eval_dataset[{k!r}]": v for k, v in given.items()}
+            if isinstance(given, dict)
+            else {"eval_dataset": given}
+        )
+        self.longctx_loaders.compare({"train_dataset": self.train_dataset, **named})
         if self.train_dataset is not None:
             self.longctx_sampler = self.longctx_loaders.source(self.train_dataset, training=True)
-        given = self.eval_dataset
-        sets = given.items() if isinstance(given, dict) else [(None, given)]
-        for key, dataset in sets:
+        for name, dataset in named.items():
             if dataset is not None:
-                name = "eval_dataset" if key is None else f"eval_dataset[{key!r}]"
                 self.longctx_loaders.source(dataset, training=False, description=name)
 
     def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
@@ -152,9 +157,10 @@ class LongCtxTrainerMixin(EvaluationMixin):
 
         Raises:
             ValueError: where a resumed run would skip other data than the checkpoint's run took;
-                see `resume.refuse_other_data`.
+                see `resume`.
         """
         if resume_from_checkpoint:
+            refuse_sharded(self, checkpoint=resume_from_checkpoint)
             kept = arguments_of(resume_from_checkpoint, output_dir=self.args.output_dir)
             if kept is not None:
                 self._restore_name(kept, source="the checkpoint")
