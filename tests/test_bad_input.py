@@ -120,7 +120,7 @@ def test_misspelt_and_unbuilt_names_are_refused_when_the_model_is_made(name):
 
 def test_hooks_that_cut_or_shift_are_refused(tmp_path):
     rows = documents([9])
-    with pytest.raises(ValueError, match="data_collator=function would pad or cut"):
+    with pytest.raises(ValueError, match="data_collator=function: it would pad or cut"):
         trainer(tmp_path, rows, data_collator=default_data_collator)
     with pytest.raises(ValueError, match="compute_loss_func would see one rank's labels"):
         trainer(tmp_path, rows, compute_loss_func=lambda *given, **more: None)

@@ -4,7 +4,8 @@ Floor: support. Nothing is ever downgraded in silence.
 """
 
 from .calls import CALL_KEYWORDS, refuse_call
-from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, refuse_model
+from .probed import PROBE_RULES
+from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, model_problems, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
 
@@ -14,7 +15,9 @@ __all__ = [
     "MODEL_RULES",
     "NAMES",
     "PLANNED_NAMES",
+    "PROBE_RULES",
     "Rule",
+    "model_problems",
     "refuse_arguments",
     "refuse_call",
     "refuse_model",

@@ -40,6 +40,16 @@ def _too_many_devices(arguments: Any) -> object:
     return f"{devices} devices in one process" if devices > 1 else None
 
 
+def _parallel_sizes(arguments: Any) -> object:
+    """Ranks that Accelerate would have share weights or sequences."""
+    config = getattr(arguments, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        size = getattr(config, name, 1)
+        if size > 1:
+            return f"parallelism_config.{name}={size}"
+    return None
+
+
 ARGUMENT_RULES: tuple[Rule, ...] = (
     Rule(
         "label smoothing",
@@ -64,6 +74,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         _too_many_devices,
         "one process must drive one device",
         "start one process per device with accelerate launch",
+    ),
+    Rule(
+        "parallelism_config of Accelerate",
+        _parallel_sizes,
+        "documents are cut over ranks here, and every rank counts as data-parallel",
+        "leave tp_size, cp_size and sp_size at 1 and set --longctx_group_size",
     ),
     Rule(
         "automatic batch size",

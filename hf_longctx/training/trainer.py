@@ -20,10 +20,12 @@ from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
 from ..data.sampler import GroupBatchSampler
 from ..support import NAMES, refuse_arguments, refuse_model
+from ..support.probed import COLLATOR
 from .callback import LongCtxCallback
 from .groups import find_group, join
 from .loaders import Loaders
 from .loss import TokenWeightedLoss
+from .positions import refuse_longer_than_positions
 from .probe import probe
 from .report import StepReport, summary
 
@@ -107,10 +109,12 @@ class LongCtxTrainerMixin(_Base):
         self.longctx_sampler: GroupBatchSampler | None = None
         if self.train_dataset is not None:
             self.longctx_sampler = self.longctx_loaders.sampler(self.train_dataset, training=True)
+            refuse_longer_than_positions(self.model, self.longctx_sampler.packs)
         given = self.eval_dataset
         for dataset in given.values() if isinstance(given, dict) else [given]:
             if dataset is not None:
-                self.longctx_loaders.sampler(dataset, training=False)
+                sampler = self.longctx_loaders.sampler(dataset, training=False)
+                refuse_longer_than_positions(self.model, sampler.packs)
 
     def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
         if self.longctx_attention not in NAMES:
@@ -247,10 +251,7 @@ def _refuse_collator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a collator of the user's; later on it cannot be told from Trainer's own."""
     collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
     if collator is not None:
-        raise ValueError(
-            f"data_collator={type(collator).__name__} would pad or cut documents on its own; leave "
-            "it out and pass documents with input_ids (and labels)"
-        )
+        raise ValueError(COLLATOR.message(f"data_collator={type(collator).__name__}"))
 
 
 class LongCtxTrainer(LongCtxTrainerMixin, Trainer):

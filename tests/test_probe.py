@@ -1,0 +1,140 @@
+"""A few tokens through a model -> what no config tells: which of our inputs it ignores."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from transformers import AutoConfig
+
+from hf_longctx.data.packing import Piece
+from hf_longctx.support.probed import COLLATOR, PROBE_RULES
+from hf_longctx.training.positions import position_limit, refuse_longer_than_positions
+from hf_longctx.training.probe import probe
+from hf_longctx.verify.shrink import small_model
+
+
+class Wrapped(torch.nn.Module):
+    """A causal language model with something wrong on the way to its attention or loss."""
+
+    def __init__(self, model: Any, **drop: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.drop = model, model.config, drop
+
+    def forward(self, **given: Any) -> Any:
+        return self.model(**(given | self.drop))
+
+
+class Closed(Wrapped):
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:  # no **kwargs
+        return self.model(input_ids=input_ids, labels=labels)
+
+
+class Sharded(Wrapped):
+    tp_size = 2
+
+
+class Twice(Wrapped):
+    def forward(self, **given: Any) -> Any:
+        self.model(**given)
+        return self.model(**given)
+
+
+class Auxiliary(Wrapped):
+    """Adds a term that every target would count again."""
+
+    def forward(self, **given: Any) -> Any:
+        output = self.model(**given)
+        targets = given["shift_labels"].ne(-100).sum()
+        return SimpleNamespace(logits=output.logits, loss=output.loss + 0.01 * targets)
+
+
+class ShortConvolution(Wrapped):
+    """Adds the token before to each one, whatever document it is of."""
+
+    def forward(self, **given: Any) -> Any:
+        embedded = self.model.get_input_embeddings()(given.pop("input_ids"))
+        moved = embedded + 0.01 * embedded.roll(1, dims=1)
+        return self.model(inputs_embeds=moved, **given)
+
+
+class Unrotated(Wrapped):
+    """Takes positions and does nothing with them."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        model.model.rotary_emb.inv_freq.zero_()
+
+
+class CountsFromTheStart(Wrapped):
+    """Scales tokens by their place among all tokens of the batch."""
+
+    def forward(self, **given: Any) -> Any:
+        output = self.model(**given)
+        place = torch.arange(output.logits.shape[1])[:, None]
+        return SimpleNamespace(logits=output.logits * (1 + 0.01 * place), loss=output.loss)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda m: Closed(m), "Closed.forward takes no **kwargs"),
+        (lambda m: Sharded(m), "tp_size=2: ranks that share weights"),
+        (lambda m: Wrapped(m, longctx_batch=None), "has 2 layers but called distca 0 times"),
+        (lambda m: Twice(m), "has 2 layers but called distca 4 times for its documents: a layer's"),
+        (lambda m: Wrapped(m, shift_labels=None), "Wrapped ignores shift_labels"),
+        (lambda m: Wrapped(m, num_items_in_batch=None), "Wrapped's loss over one target of 4 is"),
+        (lambda m: Auxiliary(m), "Auxiliary's loss over one target of 4 is"),
+        (lambda m: ShortConvolution(m), "ShortConvolution's logits move by"),
+        (lambda m: CountsFromTheStart(m), "something beside attention"),
+        (lambda m: Unrotated(m), "Unrotated ignores position_ids"),
+    ],
+)
+def test_models_that_ignore_our_inputs_are_refused(model, message):
+    probe(Wrapped(tiny("distca")), name="distca")
+    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
+        probe(model(tiny("distca")), name="distca")
+    (rule,) = [rule for rule in PROBE_RULES if rule.rule in str(refusal.value)]
+    assert str(refusal.value).endswith(f"{rule.rule}; {rule.remedy}") and rule is not COLLATOR
+
+
+def test_models_that_number_tokens_themselves_are_refused():
+    with pytest.raises(ValueError, match="position_ids are not the positions that longctx_batch"):
+        probe(Wrapped(tiny("distca"), position_ids=None), name="distca")
+
+
+def test_a_probed_model_is_left_as_it_was():
+    model = tiny("distca").train()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    probe(model, name="distca")
+    assert model.training
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mixtral"])
+def test_exact_models_pass_in_every_dtype(family, dtype):
+    probe(tiny("ring", family=family, dtype=dtype), name="ring")
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"), [("gpt2", 1024), ("opt", 2048), ("gptj", 2048), ("llama", None)]
+)
+def test_documents_longer_than_a_table_of_positions_are_refused(family, limit):
+    model = small_model(AutoConfig.for_model(family))
+    assert position_limit(model) == limit
+    packs = [[Piece(document=0, start=5, stop=5 + 2048)], [Piece(document=1, start=0, stop=2049)]]
+    if limit is None:
+        refuse_longer_than_positions(model, packs)
+        return
+    refuse_longer_than_positions(model, [[Piece(document=0, start=5, stop=5 + limit)]])
+    with pytest.raises(ValueError, match=f"2049 tokens is longer .* table of {limit} positions"):
+        refuse_longer_than_positions(model, packs)
+    with pytest.raises(IndexError), torch.no_grad():  # what they would meet in a step
+        model(torch.zeros(1, 1, dtype=torch.long), position_ids=torch.tensor([[limit]]))
