@@ -70,6 +70,14 @@ class Unrotated(Wrapped):
         model.model.rotary_emb.inv_freq.zero_()
 
 
+class ByTwos(Wrapped):
+    """Numbers tokens 0, 2, 4 where no positions come."""
+
+    def forward(self, **given: Any) -> Any:
+        own = 2 * torch.arange(given["input_ids"].shape[1])[None]
+        return self.model(**({"position_ids": own} | given))
+
+
 class CountsFromTheStart(Wrapped):
     """Scales tokens by their place among all tokens of the batch."""
 
@@ -91,6 +99,7 @@ class CountsFromTheStart(Wrapped):
         (lambda m: Auxiliary(m), "Auxiliary's loss over one target of 4 is"),
         (lambda m: ShortConvolution(m), "ShortConvolution's logits move by"),
         (lambda m: CountsFromTheStart(m), "something beside attention"),
+        (lambda m: ByTwos(m), "ByTwos without position_ids gives other logits"),
         (lambda m: Unrotated(m), "Unrotated ignores position_ids"),
     ],
 )

@@ -50,6 +50,11 @@ IGNORES_POSITIONS = _rule(
     "a document cut over ranks would be numbered anew on each",
     "use a model that takes position_ids",
 )
+OTHER_POSITIONS = _rule(
+    "positions of its own",
+    "documents are numbered 0, 1, 2, ..., which would not be what the model was trained with",
+    "use a model that numbers tokens so by itself",
+)
 NEIGHBOURS = _rule(
     "terms from neighbours in the batch",
     "something beside attention crosses documents or counts from the start of the batch",
@@ -69,6 +74,7 @@ PROBE_RULES = (
     IGNORES_TARGETS,
     OTHER_LOSS,
     IGNORES_POSITIONS,
+    OTHER_POSITIONS,
     NEIGHBOURS,
     COLLATOR,
 )

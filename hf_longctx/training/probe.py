@@ -23,6 +23,7 @@ from ..support.probed import (
     NEIGHBOURS,
     NO_KEYWORDS,
     OTHER_LOSS,
+    OTHER_POSITIONS,
     REPEATED,
     TENSOR_PARALLEL,
 )
@@ -87,9 +88,9 @@ def _probe(model: Any, of: str, name: str) -> None:
     if not abs(float(alone.loss) - expected) <= 1e-3 * abs(expected):  # also NaN
         loss = f"{of}'s loss over one target of {COUNT} is {float(alone.loss)}, not {expected}"
         raise ValueError(OTHER_LOSS.message(loss))
-    there, here = output.logits[0, len(before) :].float(), alone.logits[0, : len(document)].float()
-    moved = float((there - here).abs().max() / here.abs().max())
-    if moved > (1e-4 if alone.logits.dtype.itemsize > 2 else 0.05):
+    here = alone.logits[0, : len(document)]
+    moved = _difference(output.logits[0, len(before) :], here)
+    if moved:
         logits = f"{of}'s logits move by {moved:.1g} of the largest with the documents beside"
         raise ValueError(NEIGHBOURS.message(logits))
 
@@ -99,6 +100,15 @@ def _probe(model: Any, of: str, name: str) -> None:
     apart["position_ids"] = 2 * first["position_ids"]
     if torch.equal(model(**apart).logits, alone.logits):
         raise ValueError(IGNORES_POSITIONS.message(f"{of} ignores position_ids"))
+    del apart["position_ids"]
+    if _difference(model(**apart).logits[0, : len(document)], here):
+        raise ValueError(OTHER_POSITIONS.message(f"{of} without position_ids gives other logits"))
+
+
+def _difference(logits: Tensor, right: Tensor) -> float:
+    """Largest difference, relative to the largest logit; 0 where it is rounding."""
+    error = float((logits - right).float().abs().max() / right.float().abs().max())
+    return error if error > (1e-4 if right.dtype.itemsize > 2 else 0.05) else 0.0
 
 
 def _inputs(*documents: Tensor) -> dict[str, Any]:

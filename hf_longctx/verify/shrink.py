@@ -78,7 +78,7 @@ def shrink(config: Any, *, width: bool = True) -> Any:
             _cap(text, name, value, MLP_WIDTH)
         elif name in _EXPERTS or name in _PER_TOKEN:
             _cap(text, name, value, EXPERTS)
-        elif name.endswith("vocab_size"):
+        elif "vocab_size" in name:
             _cap(text, name, value, VOCABULARY)
         elif name.endswith("_token_id"):
             ids = value if isinstance(value, list) else [value]
@@ -117,7 +117,7 @@ def _cut_layers(config: Any) -> None:
         kind = [value[layer] for value in values.values()]
         reuses = layer >= layers - shared
         first.setdefault(repr((kind, listed, own.get(layer), reuses)), layer)
-    kept = sorted({*first.values(), 0, layers - 1})  # two, where a kind follows from the number
+    kept = [*first.values()] if len(first) > 1 else sorted({0, layers - 1})
     config.num_hidden_layers = len(kept)
     if shared:
         config.num_kv_shared_layers = sum(layer >= layers - shared for layer in kept)
