@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = load_config(arguments.model)
     except Exception as error:  # whatever a config class says of wrong fields
-        return _wrong(error)
+        return _wrong(f"no config can be read from {arguments.model} ({error})")
     wanted = arguments.attn_implementation
     rows = [row for row in check(config) if wanted in (None, row.name)]
     print("\n".join(_table(rows)))
@@ -59,12 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
         except OSError as error:
-            return _wrong(error)
+            return _wrong(f"--json: {error}")
     return 0 if any(row.works for row in rows) else 2
 
 
-def _wrong(error: Exception) -> int:
-    print(f"hf-longctx check: {error}", file=sys.stderr)
+def _wrong(message: str) -> int:
+    print(f"hf-longctx check: {message}", file=sys.stderr)
     return 1
 
 
