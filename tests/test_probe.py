@@ -38,6 +38,10 @@ class Sharded(Wrapped):
     tp_size = 2
 
 
+class WithoutCounts(Wrapped):
+    accepts_loss_kwargs = False
+
+
 class Twice(Wrapped):
     def forward(self, **given: Any) -> Any:
         self.model(**given)
@@ -92,6 +96,7 @@ class CountsFromTheStart(Wrapped):
     [
         (lambda m: Closed(m), "Closed.forward takes no **kwargs"),
         (lambda m: Sharded(m), "tp_size=2: ranks that share weights"),
+        (lambda m: WithoutCounts(m), "WithoutCounts.accepts_loss_kwargs=False: ranks' losses"),
         (lambda m: Wrapped(m, longctx_batch=None), "has 2 layers but called distca 0 times"),
         (lambda m: Twice(m), "has 2 layers but called distca 4 times for its documents: a layer's"),
         (lambda m: Wrapped(m, shift_labels=None), "Wrapped ignores shift_labels"),
@@ -119,11 +124,28 @@ def test_models_that_number_tokens_themselves_are_refused():
 def test_a_probed_model_is_left_as_it_was():
     model = tiny("distca").train()
     before = {name: p.clone() for name, p in model.named_parameters()}
+    random = torch.get_rng_state()
     probe(model, name="distca")
-    assert model.training
+    assert model.training and torch.equal(torch.get_rng_state(), random)
     assert all(
         torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
     )
+
+
+def test_dropout_that_attention_meets_in_training_alone_is_refused():
+    model = tiny("distca").eval()
+    model.model.layers[1].self_attn.attention_dropout = 0.1  # as where no field of the config tells
+    with pytest.raises(ValueError, match="attention dropout=0.1 is refused"):
+        probe(model, name="distca")
+    assert not model.training
+
+
+def test_hidden_dropout_is_no_difference_between_documents():
+    model = small_model(AutoConfig.for_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.5))
+    model.set_attn_implementation("distca")
+    random = torch.get_rng_state()
+    probe(model, name="distca")
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -136,6 +136,7 @@ CONFIGS = {
     "chunked attention": ("llama4", {}, "attention_chunk_size=8192"),
     "attention dropout": ("gpt2", {}, "attn_pdrop=0.1"),
     "MoE auxiliary loss": ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
+    "layer dropping": ("opt", {"layerdrop": 0.1}, "layerdrop=0.1"),
     "sparse or compressed keys": ("deepseek_v32", {}, "layer_types ['indexed_attention']"),
     "encoder-decoder": ("bart", {}, "is_encoder_decoder=True"),
     "router noise": ("phimoe", {}, "router_jitter_noise=0.01"),

@@ -20,6 +20,7 @@ _RECURRENT = [
     "lfm2", "lfm2_moe", "zamba", "zamba2", "recurrent_gemma", "olmo_hybrid",
 ]  # fmt: skip
 _RECURRENT_LAYERS = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+_SELECTING = ("index_topk", "index_topk_blocks", "compress_rates", "keep_window_size")
 _CHUNKED_LAYERS = {"chunked_attention"}
 _SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -141,8 +142,14 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "attention dropout",
-        _field("attention_dropout", "attn_pdrop"),
+        _field("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
         "a recomputed or moved task would draw another mask",
+        "set it to 0.0",
+    ),
+    Rule(
+        "layer dropping",
+        _field("layerdrop", "decoder_layerdrop"),
+        "ranks would skip different layers and wait for each other's exchanges",
         "set it to 0.0",
     ),
     Rule(

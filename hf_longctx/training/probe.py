@@ -48,10 +48,11 @@ def probe(model: Any, *, name: str) -> None:
     size = getattr(model, "tp_size", None) or 1
     if size > 1:
         raise ValueError(TENSOR_PARALLEL.message(f"tp_size={size}"))
+    if getattr(model, "accepts_loss_kwargs", True) is False:
+        raise ValueError(OTHER_LOSS.message(f"{of}.accepts_loss_kwargs=False"))
     training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             _probe(model, of, name)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(
@@ -70,7 +71,9 @@ def _probe(model: Any, of: str, name: str) -> None:
         for ids in ((3, 4), (0, 1, 2), (6, 5))
     )
     second = _inputs(before, document)
+    model.train()  # attention dropout shows here alone; the other comparisons are without
     output = model(**second)
+    model.eval()
     layers, account = config.num_hidden_layers, second[KEY].runtime.account
     calls = f"{of} has {layers} layers but called {name} {account.calls} times for its documents"
     if account.calls > len(account.layers):
@@ -89,7 +92,7 @@ def _probe(model: Any, of: str, name: str) -> None:
         loss = f"{of}'s loss over one target of {COUNT} is {float(alone.loss)}, not {expected}"
         raise ValueError(OTHER_LOSS.message(loss))
     here = alone.logits[0, : len(document)]
-    moved = _difference(output.logits[0, len(before) :], here)
+    moved = _difference(model(**_inputs(before, document)).logits[0, len(before) :], here)
     if moved:
         logits = f"{of}'s logits move by {moved:.1g} of the largest with the documents beside"
         raise ValueError(NEIGHBOURS.message(logits))
