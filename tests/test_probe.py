@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny
-from transformers import AutoConfig
+from tiny import documents, tiny
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.data.packing import Piece
 from hf_longctx.support.probed import COLLATOR, PROBE_RULES
 from hf_longctx.training.positions import position_limit, refuse_longer_than_positions
@@ -169,3 +170,14 @@ def test_documents_longer_than_a_table_of_positions_are_refused(family, limit):
         refuse_longer_than_positions(model, packs)
     with pytest.raises(IndexError), torch.no_grad():  # what they would meet in a step
         model(torch.zeros(1, 1, dtype=torch.long), position_ids=torch.tensor([[limit]]))
+
+
+def test_a_trainer_refuses_them_before_it_trains(tmp_path):
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 64}
+    config = AutoConfig.for_model("gpt2", attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+    options = {"use_cpu": True, "report_to": [], "longctx_max_tokens_per_rank": 48}
+    arguments = LongCtxTrainingArguments(output_dir=str(tmp_path), **options)
+    LongCtxTrainer(model=model, args=arguments, train_dataset=documents([32, 3]))
+    with pytest.raises(ValueError, match="33 tokens is longer than the model's table of 32 posi"):
+        LongCtxTrainer(model=model, args=arguments, train_dataset=documents([33, 3]))

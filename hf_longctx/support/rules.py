@@ -73,8 +73,8 @@ def _rope_type(config: Any) -> object:
     """`longrope` and `dynamic` choose frequencies from the longest position they see."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for scaling in (given, *(v for v in given.values() if isinstance(v, Mapping))):
-        kind = scaling.get("rope_type", scaling.get("type"))
-        if kind in ("longrope", "dynamic"):
+        kind = str(scaling.get("rope_type", scaling.get("type")))
+        if kind == "longrope" or "dynamic" in kind:  # as Transformers tells them apart
             return f"rope_type={kind}"
     return None
 
