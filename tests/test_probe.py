@@ -124,10 +124,12 @@ def test_models_that_number_tokens_themselves_are_refused():
 
 def test_a_probed_model_is_left_as_it_was():
     model = tiny("distca").train()
+    model.model.norm.eval()
     before = {name: p.clone() for name, p in model.named_parameters()}
     random = torch.get_rng_state()
     probe(model, name="distca")
-    assert model.training and torch.equal(torch.get_rng_state(), random)
+    assert {part.training for part in model.modules() if part is not model.model.norm} == {True}
+    assert not model.model.norm.training and torch.equal(torch.get_rng_state(), random)
     assert all(
         torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
     )

@@ -93,9 +93,7 @@ def _selected_keys(config: Any) -> object:
     """Layers whose queries see chosen, compressed or pooled keys."""
     elsewhere = _SOFTMAX_LAYERS | _RECURRENT_LAYERS | _CHUNKED_LAYERS
     found = _layer_types(config, lambda kind: kind not in elsewhere)
-    return found or _field("index_topk", "index_topk_blocks", "compress_rates", "keep_window_size")(
-        config
-    )
+    return found or _field(*_SELECTING)(config)
 
 
 WITH_SDPA = "train it with attn_implementation='sdpa' for now"

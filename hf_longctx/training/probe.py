@@ -50,7 +50,7 @@ def probe(model: Any, *, name: str) -> None:
         raise ValueError(TENSOR_PARALLEL.message(f"tp_size={size}"))
     if getattr(model, "accepts_loss_kwargs", True) is False:
         raise ValueError(OTHER_LOSS.message(f"{of}.accepts_loss_kwargs=False"))
-    training = model.training
+    modes = [(part, part.training) for part in model.modules()]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             _probe(model, of, name)
@@ -60,7 +60,8 @@ def probe(model: Any, *, name: str) -> None:
             "with attn_implementation='sdpa'"
         ) from error
     finally:
-        model.train(training)
+        for part, training in modes:
+            part.training = training
 
 
 def _probe(model: Any, of: str, name: str) -> None:
