@@ -1,6 +1,7 @@
-"""`hf-longctx`: verify a model under one of our names, and measure.
+"""`hf-longctx`: check and verify a model under our names, and measure.
 
-Floor: the top. Exit codes: 0 all bounds hold, 1 some do not, 2 refused or wrong flags.
+Floor: the top. Exit codes: 0 all bounds hold, 1 some do not, 2 refused or wrong flags; `check`: 0
+a name works, 2 none does, 1 a missing file or wrong flags.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from .cli_check import add_check
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = _parse(argv)
     try:
         code: int = arguments.run(arguments)
         return code
@@ -35,15 +37,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """A parser whose exit code for wrong flags can be chosen."""
+
+    wrong_flags = 2
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(self.wrong_flags, f"{self.prog}: error: {message}\n")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
         prog="hf-longctx",
-        description="Exact attention across ranks for long, uneven documents: verify and measure.",
+        description=(
+            "Exact attention across ranks for long, uneven documents: check, verify, measure."
+        ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    add_check(commands)
     _add_verify(commands)
     _add_bench(commands)
-    return parser
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
 
 
 def _add_verify(commands: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from datasets import Dataset, DatasetDict
 from tiny import Document, documents, tiny
 from train_cases import ROOT, Case, arguments, launch
-from transformers import TrainingArguments, default_data_collator
+from transformers import TrainingArguments
+from transformers.data import data_collator as stock
 
 from hf_longctx import LongCtxTrainer
 from hf_longctx.data.batch import KEY
 from hf_longctx.support import refuse_given
+from hf_longctx.training.collators import leave_out
 
 SMALL = Case(lengths=(20, 9))
 
@@ -111,17 +114,48 @@ def test_misspelt_and_unbuilt_names_are_refused_when_the_model_is_made(name):
         tiny(name)
 
 
+def halves(rows: Any) -> Any:
+    """A collator that cuts."""
+    return [row["input_ids"][::2] for row in rows]
+
+
 def test_hooks_that_cut_or_shift_are_refused(tmp_path):
     rows = documents([9])
-    with pytest.raises(ValueError, match="data_collator=function would pad or cut"):
-        trainer(tmp_path, rows, data_collator=default_data_collator)
+    with pytest.raises(ValueError, match="data_collator=halves: it would build or cut batches"):
+        trainer(tmp_path, rows, data_collator=halves)
     with pytest.raises(ValueError, match="compute_loss_func would see one rank's labels"):
         trainer(tmp_path, rows, compute_loss_func=lambda *given, **more: None)
     model, given = tiny("distca", dtype=torch.float32), arguments(SMALL, tmp_path)
-    with pytest.raises(ValueError, match="data_collator=function"):
-        LongCtxTrainer(model, given, default_data_collator, rows)
+    with pytest.raises(ValueError, match="data_collator=halves"):
+        LongCtxTrainer(model, given, halves, rows)
     with pytest.raises(ValueError, match="compute_loss_func"):
         LongCtxTrainer(model, given, None, rows, None, None, None, lambda *x, **more: None)
+
+
+class OneMore(stock.DataCollatorWithPadding):
+    """Nobody knows what it does beside padding."""
+
+
+@pytest.mark.parametrize(
+    "collator", [stock.default_data_collator, stock.DataCollatorWithFlattening()]
+)
+def test_collators_that_only_pad_are_left_out(collator, caplog):
+    with caplog.at_level("INFO", logger="hf_longctx"):
+        assert leave_out(collator) is None
+    assert "is left out: documents are packed without padding" in caplog.text
+
+
+def test_a_language_modelling_collator_leaves_pad_out_of_the_loss(caplog):
+    tokenizer = SimpleNamespace(pad_token_id=2, mask_token="m")
+    with caplog.at_level("INFO", logger="hf_longctx"):
+        assert leave_out(stock.DataCollatorForLanguageModeling(tokenizer, mlm=False)) == 2
+    assert "id 2 (pad) is no target" in caplog.text
+    for collator in (
+        stock.DataCollatorForLanguageModeling(tokenizer, mlm=True),
+        OneMore(tokenizer),
+    ):
+        with pytest.raises(ValueError, match="leave it out and pass documents"):
+            leave_out(collator)
 
 
 def test_arguments_without_our_fields_are_refused(tmp_path):

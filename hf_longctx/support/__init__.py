@@ -5,7 +5,8 @@ Floor: support. Nothing is ever downgraded in silence.
 
 from .calls import CALL_KEYWORDS, refuse_call
 from .given import refuse_given
-from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, refuse_model
+from .probed import PROBE_RULES
+from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, model_problems, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
 from .wrappers import WRAPPER_RULES, refuse_wrappers
@@ -16,8 +17,10 @@ __all__ = [
     "MODEL_RULES",
     "NAMES",
     "PLANNED_NAMES",
+    "PROBE_RULES",
     "WRAPPER_RULES",
     "Rule",
+    "model_problems",
     "refuse_arguments",
     "refuse_call",
     "refuse_given",

@@ -3,6 +3,7 @@
 Floor: support.
 """
 
+from .probed import PROBE_RULES
 from .rules import MODEL_RULES, NAMES
 from .training import ARGUMENT_RULES
 from .wrappers import WRAPPER_RULES
@@ -23,7 +24,7 @@ def table() -> str:
         "float32, bf16, float64 on CPU with gloo",
     )
     lines += [f"| {feature} |" + " yes |" * len(NAMES) + " |" for feature in works]
-    for rule in (*MODEL_RULES, *ARGUMENT_RULES, *WRAPPER_RULES):
+    for rule in (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES, *WRAPPER_RULES):
         why = f"{rule.rule}; {rule.remedy}"
         lines.append(f"| {rule.feature} |" + " refused |" * len(NAMES) + f" {why} |")
     return "\n".join(lines)

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.data import data_collator as stock
 
+from ..support.probed import COLLATOR
+
 logger = logging.getLogger(__name__)
 
 _PADDING = (  # exact classes: a subclass may do anything
@@ -35,12 +37,8 @@ def leave_out(collator: Any) -> int | None:
     """
     if collator is None:
         return None
-    masked = bool(getattr(collator, "mlm", False))
-    if masked or not (_pads(collator) or collator is stock.default_data_collator):
-        raise ValueError(
-            f"data_collator={_name(collator)}{' with mlm=True' if masked else ''} would build or "
-            "cut batches on its own; leave it out and pass documents with input_ids (and labels)"
-        )
+    if not _pads(collator):
+        raise ValueError(COLLATOR.message(f"data_collator={_name(collator)}"))
     ignored: int | None = None
     if type(collator) is stock.DataCollatorForLanguageModeling:
         ignored = getattr(collator.tokenizer, "pad_token_id", None)
@@ -53,9 +51,11 @@ def leave_out(collator: Any) -> int | None:
 
 
 def _pads(collator: Any) -> bool:
+    if getattr(collator, "mlm", False):
+        return False
     of = type(collator)
     from_trl = of.__module__.startswith("trl.") and of.__name__ == "DataCollatorForLanguageModeling"
-    return of in _PADDING or from_trl
+    return collator is stock.default_data_collator or of in _PADDING or from_trl
 
 
 def _name(collator: Any) -> str:

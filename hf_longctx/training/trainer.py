@@ -23,6 +23,7 @@ from .evaluation import EvaluationMixin
 from .groups import find_group, join
 from .loaders import Loaders
 from .loss import refuse_other_losses
+from .positions import position_limit, refuse_longer
 from .probe import probe
 from .report import StepReport, summary
 from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
@@ -69,6 +70,7 @@ class LongCtxTrainerMixin(EvaluationMixin):
             self._adopt()
         else:
             self._restore_name(self.args, source="the training arguments")
+        self._position_limit = position_limit(self.model)
         self._check_data()
         self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
         self.add_callback(LongCtxCallback(self))
@@ -118,10 +120,19 @@ class LongCtxTrainerMixin(EvaluationMixin):
         )
         self.longctx_loaders.compare({"train_dataset": self.train_dataset, **named})
         if self.train_dataset is not None:
-            self.longctx_sampler = self.longctx_loaders.source(self.train_dataset, training=True)
+            self.longctx_sampler = self._source(self.train_dataset, name="train_dataset")
         for name, dataset in named.items():
             if dataset is not None:
-                self.longctx_loaders.source(dataset, training=False, description=name)
+                self._source(dataset, name=name)
+
+    def _source(self, dataset: Any, *, name: str) -> GroupBatchSampler | PackStream:
+        source = self.longctx_loaders.source(
+            dataset, training=name == "train_dataset", description=name
+        )
+        if isinstance(source, GroupBatchSampler):  # a stream's documents are checked as they come
+            lengths = (piece.length for pack in source.packs for piece in pack)
+            refuse_longer(lengths, limit=self._position_limit)
+        return source
 
     def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
         if self.longctx_attention not in NAMES:
@@ -180,6 +191,7 @@ class LongCtxTrainerMixin(EvaluationMixin):
                 f"a batch without {KEY!r} reached the model: it did not come from this trainer's "
                 "data loaders; pass documents as train_dataset and leave data_collator out"
             )
+        refuse_longer(batch.layout.lengths.tolist(), limit=self._position_limit)
         batch.runtime = self.longctx_runtime
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
