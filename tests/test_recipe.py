@@ -94,12 +94,16 @@ def test_stream_recipe_trains(recipe, flags, tmp_path):
         (["--data", "broken.jsonl"], "broken.jsonl cannot be read: "),
         (["--data", "other.jsonl"], "has the columns ['a'], but needs messages, conversations"),
         (["--eval_data", "none.jsonl"], "none.jsonl: no such file"),
+        (["--data", "empty.jsonl"], "empty.jsonl: no such file, or an empty one"),
+        (["--eval_split", "test"], "train.jsonl has no split 'test', only train; give --eval_data"),
+        (["--model_name_or_path", "none"], "--model_name_or_path none cannot be read"),
         (["--eval_split", "train", "--streaming"], "max_steps has to be specified"),
     ],
 )
 def test_a_run_is_refused_before_it_starts(recipe, flags, tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(tmp_path)
     Path("broken.jsonl").write_text('{"messages": [}\n')
+    Path("empty.jsonl").touch()
     jsonl(Path("other.jsonl"), [{"a": 1}])
     with pytest.raises(ValueError, match=re.escape(message)):
         recipe.main([*flags, *change])
