@@ -153,16 +153,17 @@ def check_paths(data: DataArguments, training: LongCtxTrainingArguments) -> None
 def load_rows(path: str, *, split: str, text_field: str, streaming: bool) -> Any:
     """Rows as they are on disk: a `Dataset`, or an `IterableDataset` to stream."""
     place = Path(in_package(path))
-    if place.is_dir() and sorted(place.glob("*.txt")):
-        texts = [file.read_text() for file in sorted(place.glob("*.txt"))]
-        rows = Dataset.from_dict({text_field: texts})
+    texts, lines = sorted(place.glob("*.txt")), place.suffix in (".jsonl", ".json")
+    if (texts or lines) and split != "train":
+        raise ValueError(f"{path} has no split {split!r}, only train; give --eval_data for another")
+    if texts:
+        rows = Dataset.from_dict({text_field: [file.read_text() for file in texts]})
         return rows.to_iterable_dataset() if streaming else rows
+    if lines and not (place.is_file() and place.stat().st_size):
+        raise ValueError(f"{path}: no such file, or an empty one")
+    source = {"path": "json", "data_files": str(place)} if lines else {"path": str(place)}
     try:
-        if place.suffix not in (".jsonl", ".json"):
-            return load_dataset(str(place), split=split, streaming=streaming)
-        if not place.is_file():
-            raise ValueError(f"{path}: no such file")
-        return load_dataset("json", data_files=str(place), split="train", streaming=streaming)
+        return load_dataset(**source, split=split, streaming=streaming)
     except (DatasetGenerationError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
 
@@ -212,7 +213,10 @@ def main(argv: list[str]) -> None:
     logging.getLogger("hf_longctx").setLevel(level)
     set_seed(training_arguments.seed)
     folder = in_package(model_arguments.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=model_arguments.gguf_file)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=model_arguments.gguf_file)
+    except OSError as error:
+        raise ValueError(f"--model_name_or_path {folder} cannot be read: {error}") from error
     train_dataset = documents(data_arguments, tokenizer)
     eval_dataset = documents(data_arguments, tokenizer, evaluation=True)
     trainer = LongCtxTrainer(

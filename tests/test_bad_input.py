@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from tiny import Document, documents, tiny
-from train_cases import ROOT, Case, arguments, launch
+from train_cases import Case, arguments, launch
 from transformers import TrainingArguments
 from transformers.data import data_collator as stock
 
@@ -214,44 +214,6 @@ def test_several_splits_are_refused(tmp_path):
         message = f"train_dataset is a {type(splits).__name__} of ['test', 'train'], but training"
         with pytest.raises(ValueError, match=re.escape(message)):
             trainer(tmp_path, splits)
-
-
-# The recipe
-
-
-@pytest.fixture
-def recipe(monkeypatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    import sft
-
-    return sft
-
-
-@pytest.mark.parametrize(
-    ("text", "flags", "message"),
-    [
-        ("longctx_layuot: spread", [], "unknown keys ['longctx_layuot']; --help lists the flags"),
-        ("data: x", [], "--model_name_or_path is missing"),
-        ("model_name_or_path: x", [], "--data is missing"),
-        ("data: x\nmodel_name_or_path: x\nlongctx_layout: spiral", [], "longctx_layout='spiral'"),
-        ("data: x\nmodel_name_or_path: x", ["--longctx_servers", "1"], "longctx_servers=1"),
-    ],
-)
-def test_a_recipes_file_and_flags_are_refused(recipe, tmp_path, text, flags, message):
-    place = tmp_path / "recipe.yaml"
-    place.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\n{text}\n")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        recipe.parse(["--config", str(place), *flags])
-
-
-def test_a_recipes_data_is_refused(recipe, tmp_path):
-    with pytest.raises(ValueError, match="no such file"):
-        recipe.parse(["--config", str(tmp_path / "none.yaml")])
-    with pytest.raises(ValueError, match="no package 'no_such_package' is installed"):
-        recipe.in_package("package:no_such_package/data")
-    missing = recipe.DataArguments(data=str(tmp_path / "none.jsonl"))
-    with pytest.raises(ValueError, match="no such file"):
-        recipe.documents(missing, None)
 
 
 # Launched processes

@@ -128,7 +128,7 @@ REFUSED = {
         "train_dataset: row 3 has no word of the assistant",
     ),
     "no template": (CHATS, {}, "has no chat template, but the data set holds messages"),
-    "text": (PLAIN, {"assistant_only_loss": True}, "holds text, not messages"),
+    "text": (PLAIN, {"assistant_only_loss": True}, "holds text, no messages"),
     "columns": ([{"a": 1}], {}, "has the columns ['a'], but needs messages"),
     "halves": ([{"prompt": "hello", "completion": ONE}], {}, "must both be text or both"),
     "empty": ([], {}, "train_dataset has no rows"),
@@ -137,8 +137,12 @@ REFUSED = {
         {},
         "row 2 holds a NoneType as text, but row",
     ),
-    "tokens": ([{"input_ids": [1]}], {"assistant_only_loss": True}, "without a column assistant"),
-    "template": (CHATS, {}, "the chat template refuses row 0 (no)"),
+    "tokens": (
+        [{"input_ids": [1]}],
+        {"assistant_only_loss": True},
+        "holds input_ids, no messages and no column",
+    ),
+    "template": (CHATS, {}, "row 0 is refused by the chat template (no)"),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny import documents, tiny
 from torch import Tensor
 
@@ -56,6 +57,38 @@ def test_other_documents_on_another_trainer_are_refused(tmp_path, other):
     scan(other, elsewhere, tmp_path)
     with pytest.raises(ValueError, match="train_dataset differs between the trainers"):
         scan(documents([5, 9]), OneOfTwo(elsewhere.seen), tmp_path)
+
+
+def test_what_was_cut_is_logged_for_every_data_set(tmp_path, caplog):
+    caplog.set_level("INFO", logger="hf_longctx")
+    arguments = LongCtxTrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        longctx_max_tokens_per_rank=16,
+        longctx_overflow="truncate",
+    )
+    sets = {"long": documents([20, 4]), "short": documents([3])}
+    LongCtxTrainer(
+        model=tiny("distca", dtype=torch.float32),
+        args=arguments,
+        train_dataset=documents([17, 9, 40]),
+        eval_dataset=sets,
+    )
+    assert [record.getMessage() for record in caplog.records if "documents" in record.message] == [
+        "train_dataset: 3 documents, 66 tokens: 2 truncated, 25 tokens (37.9%) dropped",
+        "eval_dataset['long']: 2 documents, 24 tokens: 1 truncated, 4 tokens (16.7%) dropped",
+        "eval_dataset['short']: 1 documents, 3 tokens: all kept whole",
+    ]
+
+
+def test_ids_that_are_no_targets_reach_the_batches(tmp_path):
+    arguments = LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    group = Group(trainers=1, size=1, index=0, rank=0)
+    rows = Dataset.from_list([{"input_ids": [5, 6, 0, 0, 7]}])
+    for given in (rows, rows.to_iterable_dataset()):
+        loaders = Loaders(arguments, group, accelerator=OneOfTwo(), vocab_size=64, ignore_id=0)
+        batch = next(iter(loaders.loader(given, name="distca", training=True)))
+        assert batch["shift_labels"].tolist() == [[6, -100, -100, 7, -100]]
 
 
 def test_an_overridden_loss_is_refused(tmp_path):

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -65,55 +66,27 @@ def tokenize_rows(
         raise ValueError(f"{description} has no rows; pass a data set with at least one document")
     kind = _kind(first, text_field=text_field, description=description)
     logger.info("%s: columns %s, read as %s", description, sorted(first), kind)
-    if assistant_only_loss and kind == "input_ids" and "assistant_masks" not in first:
+    chats = isinstance(first[kind], list) and kind != "input_ids"
+    if assistant_only_loss and not chats and "assistant_masks" not in first:
         raise ValueError(
-            f"assistant_only_loss=True, but {description} is tokenised already, without a column "
-            "assistant_masks; add it, or give messages"
+            f"assistant_only_loss=True, but {description} holds {kind}, no messages and no column "
+            "assistant_masks; leave it out, or give messages"
         )
     if kind == "input_ids":
         drop = [] if completion_only_loss else ["completion_mask"]
         return dataset.remove_columns([name for name in drop if name in first])
-    template = None
-    chats = isinstance(first[kind], list)
-    if assistant_only_loss and not chats:
-        raise ValueError(
-            f"assistant_only_loss=True, but {description} holds {kind}, not messages; leave it out"
-        )
-    if chats:
-        template = _template(tokenizer, marked=assistant_only_loss)
-
     read = ("prompt", "completion") if kind == "prompt" else (kind,)
-
-    def tokenize(row: Mapping[str, Any], index: int) -> dict[str, list[int]]:
-        for name in read:
-            if type(row[name]) is not type(first[name]):
-                raise ValueError(
-                    f"{description}: row {index} holds a {type(row[name]).__name__} as {name}, but "
-                    f"row 0 a {type(first[name]).__name__}; drop such rows, or make them alike"
-                )
-        options = _options(row, template=template, marked=assistant_only_loss)
-        try:
-            if kind == "prompt":
-                found = _completion(row, tokenizer, options=options, mask=completion_only_loss)
-            elif chats:
-                found = _rendered(_messages(row[kind]), tokenizer, options)
-            else:
-                found = {"input_ids": _ended(_plain(row[kind], tokenizer), tokenizer)}
-        except TemplateError as error:
-            raise ValueError(
-                f"{description}: the chat template refuses row {index} ({error}); drop such rows, "
-                "or use a template that takes them"
-            ) from error
-        if assistant_only_loss and 1 not in found["assistant_masks"]:
-            raise ValueError(
-                f"{description}: row {index} has no word of the assistant, so assistant-only loss "
-                "finds no target in it; drop such rows, or leave assistant_only_loss out"
-            )
-        return found
-
+    reader = _Reader(
+        tokenizer=tokenizer,
+        template=_template(tokenizer, marked=assistant_only_loss) if chats else None,
+        types={name: type(first[name]) for name in read},
+        marked=assistant_only_loss,
+        masked=completion_only_loss,
+        description=description,
+    )
     columns = dataset.column_names or sorted(first)
     shown = {"desc": f"Tokenising {description}"} if isinstance(dataset, Dataset) else {}
-    return dataset.map(tokenize, with_indices=True, remove_columns=columns, **shown)
+    return dataset.map(reader, with_indices=True, remove_columns=columns, **shown)
 
 
 def _kind(row: Mapping[str, Any], *, text_field: str, description: str) -> str:
@@ -164,58 +137,93 @@ def _template(tokenizer: Any, *, marked: bool) -> str | None:
     )
 
 
-def _options(row: Mapping[str, Any], *, template: str | None, marked: bool) -> dict[str, Any]:
-    """Keyword arguments of `apply_chat_template` for one row."""
-    tools = row.get("tools")
-    options = {
-        "tools": json.loads(tools) if isinstance(tools, str) else tools,
-        **(row.get("chat_template_kwargs") or {}),
-    }
-    if template is not None:
-        options["chat_template"] = template
-    if marked:
-        options["return_assistant_tokens_mask"] = True
-    return options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """A row of text -> its tokens and masks.
+
+    Args:
+        tokenizer: The model's.
+        template (`str` or `None`): A chat template over the tokenizer's own.
+        types (`dict[str, type]`): The columns that are read, and what they hold.
+        marked (`bool`): Whether only what the assistant says is a target.
+        masked (`bool`): Whether prompts are no targets.
+        description (`str`): What to call the data set in messages.
+    """
+
+    tokenizer: Any
+    template: str | None
+    types: dict[str, type]
+    marked: bool
+    masked: bool
+    description: str
+
+    def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, list[int]]:
+        where = f"{self.description}: row {index}"
+        for name, kind in self.types.items():
+            if type(row[name]) is not kind:
+                raise ValueError(
+                    f"{where} holds a {type(row[name]).__name__} as {name}, but row 0 a "
+                    f"{kind.__name__}; drop such rows, or make them alike"
+                )
+        try:
+            found = self._completion(row) if "prompt" in self.types else self._whole(row)
+        except TemplateError as error:
+            raise ValueError(
+                f"{where} is refused by the chat template ({error}); drop such rows, or use a "
+                "template that takes them"
+            ) from error
+        if self.marked and 1 not in found["assistant_masks"]:
+            raise ValueError(
+                f"{where} has no word of the assistant, so assistant-only loss finds no target in "
+                "it; drop such rows, or leave assistant_only_loss out"
+            )
+        return found
+
+    def _whole(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
+        """A conversation or a text."""
+        (given,) = (row[name] for name in self.types)
+        return self._ended(given) if isinstance(given, str) else self._chat(_messages(given), row)
+
+    def _completion(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
+        """A prompt with its completion, which starts where the prompt's own tokens diverge."""
+        if isinstance(row["prompt"], str):
+            prompt = self.tokenizer(row["prompt"], truncation=False)["input_ids"]
+            found = self._ended(row["prompt"] + row["completion"])
+        else:
+            asked = _messages(row["prompt"])
+            prompt = self._chat(asked, row, add_generation_prompt=True)["input_ids"]
+            found = self._chat(asked + _messages(row["completion"]), row)
+        if self.masked:
+            ids = found["input_ids"]
+            pairs = enumerate(zip(prompt, ids, strict=False))
+            start = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
+            found["completion_mask"] = [0] * start + [1] * (len(ids) - start)
+        return found
+
+    def _chat(
+        self, messages: Messages, row: Mapping[str, Any], **options: Any
+    ) -> dict[str, list[int]]:
+        """Messages as the chat template renders them, with what else the row gives it."""
+        tools = row.get("tools")
+        given = {"chat_template": self.template} if self.template is not None else {}
+        found = self.tokenizer.apply_chat_template(
+            messages,
+            tools=json.loads(tools) if isinstance(tools, str) else tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=self.marked,
+            **given | (row.get("chat_template_kwargs") or {}) | options,
+        )
+        return {name: found[name] for name in ("input_ids", "assistant_masks") if name in found}
+
+    def _ended(self, text: str) -> dict[str, list[int]]:
+        """A text, and the end-of-text token if there is one and the tokenizer did not add it."""
+        ids = list(self.tokenizer(text, truncation=False)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        return {"input_ids": ids if end is None or ids[-1:] == [end] else [*ids, end]}
 
 
 def _messages(given: Iterable[Mapping[str, Any]]) -> Messages:
     """Messages with role and content, also from those with from and value."""
     named = [{"role": m["from"], "content": m["value"]} if "from" in m else dict(m) for m in given]
     return [m | {"role": _ROLES.get(m["role"], m["role"])} for m in named]
-
-
-def _rendered(messages: Messages, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A conversation as the chat template renders it."""
-    found = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-    return {name: found[name] for name in ("input_ids", "assistant_masks") if name in found}
-
-
-def _completion(
-    row: Mapping[str, Any], tokenizer: Any, *, options: dict[str, Any], mask: bool
-) -> dict[str, list[int]]:
-    """A prompt with its completion, which starts where the tokens of the prompt alone diverge."""
-    if isinstance(row["prompt"], str):
-        prompt = _plain(row["prompt"], tokenizer)
-        both = _plain(row["prompt"] + row["completion"], tokenizer)
-        whole = {"input_ids": _ended(both, tokenizer)}
-    else:
-        alone = {k: v for k, v in options.items() if k != "return_assistant_tokens_mask"}
-        asked = _messages(row["prompt"])
-        prompt = _rendered(asked, tokenizer, alone | {"add_generation_prompt": True})["input_ids"]
-        whole = _rendered(asked + _messages(row["completion"]), tokenizer, options)
-    if mask:
-        ids = whole["input_ids"]
-        same = zip(prompt, ids, strict=False)
-        asked_tokens = next((at for at, (a, b) in enumerate(same) if a != b), len(prompt))
-        whole["completion_mask"] = [0] * asked_tokens + [1] * (len(ids) - asked_tokens)
-    return whole
-
-
-def _plain(text: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer(text, truncation=False)["input_ids"])
-
-
-def _ended(ids: list[int], tokenizer: Any) -> list[int]:
-    """With the end-of-text token, if the tokenizer has one and did not add it itself."""
-    end = tokenizer.eos_token_id
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]

@@ -50,12 +50,12 @@ class OverflowReport:
     dropped_tokens (`int`): Tokens in the lost tails.
     """
 
-    documents: int
-    tokens: int
-    split_documents: int
-    fragments: int
-    truncated_documents: int
-    dropped_tokens: int
+    documents: int = 0
+    tokens: int = 0
+    split_documents: int = 0
+    fragments: int = 0
+    truncated_documents: int = 0
+    dropped_tokens: int = 0
 
     def __add__(self, other: OverflowReport) -> OverflowReport:
         return OverflowReport(

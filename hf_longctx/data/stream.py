@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from .documents import read, sizes
-from .packing import Balance, Overflow, Pack, Piece, fit
+from .packing import Balance, Overflow, OverflowReport, Pack, Piece, fit
 from .sampler import FILLER
 from .scan import add_row, check_rows, columns_of, same_columns
 
@@ -51,36 +51,37 @@ class Window:
 
     def __init__(self, *, capacity: int, balance: Balance) -> None:
         self._capacity, self._ordered = capacity, balance == "none"
-        self._waiting: dict[int, Piece] = {}  # by arrival, so the first is the oldest
+        # by arrival, so the first is the oldest
+        self._waiting: dict[int, tuple[Piece, Document]] = {}
         self._by_length: list[tuple[int, int]] = []  # (length, -arrival), ascending
         self._arrivals = count()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, piece: Piece) -> None:
-        """Let a piece of at most one batch wait."""
+    def add(self, piece: Piece, document: Document) -> None:
+        """Let a piece of at most one batch wait, with the document it is cut from."""
         arrival = next(self._arrivals)
-        self._waiting[arrival] = piece
+        self._waiting[arrival] = piece, document
         insort(self._by_length, (piece.length, -arrival))
 
-    def take(self) -> Pack:
+    def take(self) -> tuple[Pack, PackDocuments]:
         """The next pack: never empty, and no piece waits for ever."""
-        room, pack = self._capacity, []
+        room, pack, documents = self._capacity, [], PackDocuments()
         chosen: int | None = next(iter(self._waiting))
         while chosen is not None:
-            piece = self._waiting.pop(chosen)
+            piece, documents[piece.document] = self._waiting.pop(chosen)
             self._by_length.remove((piece.length, -chosen))
             pack.append(piece)
             room -= piece.length
             chosen = self._next(room)
-        return tuple(pack)
+        return tuple(pack), documents
 
     def _next(self, room: int) -> int | None:
         """Arrival of the piece that the pack takes next."""
         if self._ordered:
             oldest = next(iter(self._waiting), None)
-            fits = oldest is not None and self._waiting[oldest].length <= room
+            fits = oldest is not None and self._waiting[oldest][0].length <= room
             return oldest if fits else None
         at = bisect_right(self._by_length, (room, 0)) - 1  # of equal lengths, the oldest
         return -self._by_length[at][1] if at >= 0 else None
@@ -92,7 +93,8 @@ class PackStream(IterableDataset):  # type: ignore[type-arg]
     A pass over the stream ends for all groups in the same step, some of them on `FILLER`. To train,
     one pass follows another without end, with `set_epoch` called on the stream where it has it:
     Trainer takes a stream as one epoch of `max_steps` steps, so that is how a resumed run skips to
-    its place in any pass. At the end of each pass, what was read, split and dropped is logged.
+    its place in any pass. At the end of each pass, and where a run stops within one, what was read,
+    split and dropped is logged.
 
     Args:
         rows (`Iterable`): Yields rows as `scan_documents` takes them, from the first one each time,
@@ -194,37 +196,31 @@ class PackStream(IterableDataset):  # type: ignore[type-arg]
     def _pass(self, number: int) -> Iterator[tuple[Pack, PackDocuments]]:
         """The packs of all groups from one pass over the stream."""
         window = Window(capacity=self._capacity, balance=self._balance)
-        held: dict[int, Document] = {}
-        waiting: dict[int, int] = {}  # pieces of each document that is held
-        report, document = None, 0
+        report, end = OverflowReport(), " so far"
+        try:
+            for pieces, document, changed in self._documents(number):
+                report += changed
+                for piece in pieces:
+                    window.add(piece, document)
+                while len(window) > self._lookahead:
+                    yield window.take()
+            while len(window):
+                yield window.take()
+            end = ""
+        finally:  # a run may stop within a pass
+            if self._log:
+                report.log(f"{self._description}, pass {number}{end}")
 
-        def take() -> tuple[Pack, PackDocuments]:
-            pack = window.take()
-            documents = PackDocuments({piece.document: held[piece.document] for piece in pack})
-            for piece in pack:
-                waiting[piece.document] -= 1
-                if not waiting[piece.document]:
-                    del held[piece.document], waiting[piece.document]
-            return pack, documents
-
-        for at, row in enumerate(self._checked(number)):
-            stops = np.cumsum(sizes(row, where=f"{self._description}: row {at}"))
+    def _documents(
+        self, number: int
+    ) -> Iterator[tuple[tuple[Piece, ...], Document, OverflowReport]]:
+        """The documents of one pass, each with its pieces and what became of it."""
+        at = 0
+        for row_number, row in enumerate(self._checked(number)):
+            stops = np.cumsum(sizes(row, where=f"{self._description}: row {row_number}"))
             for start, stop in zip([0, *stops[:-1]], stops, strict=True):
                 pieces, changed = fit(
-                    [stop - start],
-                    capacity=self._capacity,
-                    overflow=self._overflow,
-                    first=document,
+                    [stop - start], capacity=self._capacity, overflow=self._overflow, first=at
                 )
-                report = changed if report is None else report + changed
-                held[document] = read(row, start=start, stop=stop, ignore_id=self._ignore_id)
-                waiting[document] = len(pieces)
-                for piece in pieces:
-                    window.add(piece)
-                document += 1
-            while len(window) > self._lookahead:
-                yield take()
-        while len(window):
-            yield take()
-        if self._log and report is not None:
-            report.log(f"{self._description}, pass {number}")
+                yield pieces, read(row, start=start, stop=stop, ignore_id=self._ignore_id), changed
+                at += 1
