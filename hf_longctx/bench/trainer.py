@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
 from ..arguments import LongCtxTrainingArguments
 from ..comm.processes import RankContext, RankPool
@@ -93,8 +93,8 @@ class StepClock(TrainerCallback):
         self.last = now
 
 
-def run_rank(context: RankContext, *, case: Case, side: str, packs: Any) -> Launch:
-    """One rank of one launch: load, train, report."""
+def run_rank(context: RankContext, *, case: Case, side: str, packs: Any, seed: int) -> Launch:
+    """One rank of one launch: load, train, report. The seed picks which packs come first."""
     ranks = {"RANK": context.rank, "LOCAL_RANK": context.rank, "WORLD_SIZE": context.ranks}
     os.environ |= {key: str(value) for key, value in ranks.items()}  # as a launcher sets them
     os.environ["LOCAL_WORLD_SIZE"] = str(context.ranks)
@@ -115,13 +115,14 @@ def run_rank(context: RankContext, *, case: Case, side: str, packs: Any) -> Laun
             "disable_tqdm": True,
             "ddp_find_unused_parameters": False,
             "include_num_input_tokens_seen": "all",
-            "seed": SEED,
+            "seed": seed,
         }
         trainer: Any = (
             stock_trainer(model, packs, **options)
             if side == "stock"
             else our_trainer(model, case, **options)
         )
+        trainer.remove_callback(PrinterCallback)  # standard output is for the figures
         trainer.add_callback(StepClock(launch))
         trainer.train()
     launch.peak_memory = peak_resident() - before
@@ -193,7 +194,9 @@ def measure(case: Case, *, launches: int) -> dict[str, Any]:
         for side in SIDES:
             logger.info("%s, launch %d of %d", side, number + 1, launches)
             with RankPool(case.ranks, timeout=600) as pool:
-                found[side].append(pool.run(run_rank, case=case, side=side, packs=packs))
+                found[side].append(
+                    pool.run(run_rank, case=case, side=side, packs=packs, seed=SEED + number)
+                )
     config = AutoConfig.from_pretrained(case.folder)
     shape = (
         f"{config.model_type}, layers {config.num_hidden_layers}, hidden {config.hidden_size}, "
