@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hf-longctx {arguments.command}: {error}", file=sys.stderr)
         return 2
     except RankError as error:
-        cause = str(error).splitlines()[-1]  # the lines above it are a traceback
+        lines = str(error).splitlines()  # those between the first and the last are a traceback
+        cause = " ".join(dict.fromkeys((lines[0], lines[-1])))
         print(
             f"hf-longctx {arguments.command}: failed: a rank process died, was stopped, ran out of "
             f"memory or was too slow: {cause}",

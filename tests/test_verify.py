@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -275,3 +276,12 @@ def test_b62_a_rank_that_fails_ends_the_job_of_all():
                 pool.run(fail, how=how)
             assert pool.pids == ()
     assert time.monotonic() - start < 60
+
+
+def test_b62_a_rank_that_never_joins_ends_the_job_with_the_error_of_another():
+    with RankPool(2, timeout=1.0) as pool:
+        pool._start()
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankError, match="(?s)rank 0 failed:.*imeout"):
+            pool.run(fail, how="raise")
+        assert pool.pids == ()

@@ -58,7 +58,7 @@ def case_lengths(ranks: int) -> tuple[tuple[int, ...], ...]:
 
 def run_reference(case: Case, *, name: str, dtype: torch.dtype) -> Reference:
     """Every document alone through the same weights under another attention."""
-    logger.info("one process, %s in %s, each document alone", name, dtype)
+    logger.info("one process, %s in %s, each document alone", name, str(dtype)[6:])
     register_reference()
     model = build(case.model, name=name, dtype=dtype)
     model.train()
