@@ -11,9 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import cli
 from hf_longctx.bench import trainer
+from hf_longctx.bench.common import Shape
 from hf_longctx.bench.peers import bfd_packs
+from hf_longctx.bench.steps import Launch, figures
 from hf_longctx.bench.texts import package_folder
-from hf_longctx.bench.trainer import Case, Launch, figures, measure
+from hf_longctx.bench.trainer import Case, measure
 
 BUDGET = 128
 # One batch of both ranks, and exactly two of TRL's packs: both sides' first step holds all of it.
@@ -42,13 +44,14 @@ def test_both_sides_train_the_same_documents(found: dict[str, Any]) -> None:
 
 
 def test_it_reports_setting_ratios_and_both_sides(found: dict[str, Any]) -> None:
-    for key in ("step_time_ratio", "token_time_ratio", "cpu_time_ratio", "peak_memory_ratio"):
+    for key in ("step_time_ratio", "token_time_ratio", "token_cpu_ratio", "peak_memory_ratio"):
         assert found[key] > 0, key
     assert found["attention_max_over_mean"] >= 1
     assert {"shape", "seed", "cpu", "cores", "allocator", "torch", "trl", "clock"} <= found.keys()
     for side in ("ours", "stock"):
         for key in ("seconds_per_step", "cpu_seconds_per_step", "seconds_per_1000_tokens"):
             assert found[side][key] > 0, (side, key)
+        assert 0 < found[side]["bound_seconds"] == found["ours"]["bound_seconds"]
         assert all(found[side][f"peak_memory_rank{rank}"] > 0 for rank in range(2))
     json.dumps(found, allow_nan=False)
 
@@ -68,6 +71,7 @@ def launch(wall: list[float], tokens: int, *, peak: int, loss: float) -> Launch:
         wall=wall,
         cpu=[seconds / 2 for seconds in wall],
         tokens=[tokens] * len(wall),
+        documents=[[3, 4]] * len(wall),
         peak_memory=peak,
         history=[log, log],
     )
@@ -79,12 +83,16 @@ def test_figures_from_known_seconds() -> None:
         [launch([6.0, 6.0], 100, peak=8, loss=5.0), launch([1.0, 1.0], 100, peak=5, loss=5.0)],
     ]
     stock = [[launch([2.0, 3.0], 80, peak=4, loss=6.0), launch([2.0, 1.0], 80, peak=4, loss=6.0)]]
-    made = figures({"ours": ours, "stock": stock})
+    shape = Shape(layers=1, hidden=2, mlp=3, heads=1, kv_heads=1, head_dim=2, vocabulary=5)
+    made = figures({"ours": ours, "stock": stock}, shape=shape, rate=10.0)
     assert made["ours"]["seconds_per_step"] == (4.0 + 6.0) / 2  # the slower rank of each step
     assert made["stock"]["seconds_per_step"] == 2.5
     assert made["step_time_ratio"] == 2.0
     assert made["token_time_ratio"] == pytest.approx((5.0 / 100) / (2.5 / 80))
-    assert (made["cpu_time_ratio"], made["peak_memory_ratio"]) == (2.0, 2.0)
+    assert (made["step_cpu_ratio"], made["peak_memory_ratio"]) == (2.0, 2.0)
+    bound = shape.operations([3, 4, 3, 4]) / 2 / 10.0  # both ranks' documents, evenly
+    assert made["ours"]["bound_seconds"] == made["stock"]["bound_seconds"] == bound
+    assert made["stock"]["fraction_of_bound"] == bound / 2.5
     assert (made["ours"]["peak_memory_rank0"], made["ours"]["peak_memory_rank1"]) == (8, 6)
     assert (made["attention_max_over_mean_before"], made["attention_max_over_mean"]) == (2.0, 1.25)
     assert (made["ours"]["loss_first_step"], made["stock"]["loss_first_step"]) == (5.0, 6.0)

@@ -6,31 +6,27 @@ Floor: bench. The same documents, model, optimizer and tokens a rank on both sid
 - `stock`: Transformers' `Trainer` under `sdpa` on TRL's `bfd` packs, one a rank, which cut every
   document at the tokens of one rank.
 
-Each launch starts fresh processes, and launches alternate, so that drift meets both sides alike. A
-step lasts from the end of the one before, on the rank that ends last: data, forward, backward,
-optimizer and log. The first step warms up. Figures are medians over the steps of all launches.
+Each launch starts fresh processes, and launches alternate, so that drift meets both sides alike.
+The first step of a launch warms up; its seed picks the packs, the same on both sides' turns.
 """
 
 import logging
 import os
-import resource
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
-from statistics import mean, median
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
 
 from ..arguments import LongCtxTrainingArguments
 from ..comm.processes import RankContext, RankPool
 from ..training.trainer import LongCtxTrainer
-from .common import SEED, keep_pages, setting
+from .common import SEED, Shape, keep_pages, product_rate, setting
 from .peers import bfd_packs, stock_trainer
+from .steps import Launch, StepClock, figures, peak_resident
 from .texts import addresses, save_cut_model
 
 logger = logging.getLogger(__name__)
@@ -54,43 +50,6 @@ class Case:
     tokens_per_rank: int
     steps: int
     ranks: int = 2
-
-
-@dataclass(slots=True)
-class Launch:
-    """What one rank measured in one launch.
-
-    Args:
-        wall, cpu (`list[float]`): Seconds of each step after the first.
-        tokens (`list[int]`): Tokens of all ranks in those steps.
-        peak_memory (`int`): Growth of the largest resident set, in bytes, over that before loading.
-        history (`list[dict[str, float]]`): The trainer's log.
-        allocator (`str`): How memory is kept.
-    """
-
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    peak_memory: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
-    allocator: str = ""
-
-
-class StepClock(TrainerCallback):
-    """Seconds and tokens between the ends of steps, into a `Launch`."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-        self.last: tuple[float, float, int] | None = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note how far it is from the step before."""
-        now = time.perf_counter(), time.process_time(), int(state.num_input_tokens_seen)
-        if self.last is not None:
-            self.launch.wall.append(now[0] - self.last[0])
-            self.launch.cpu.append(now[1] - self.last[1])
-            self.launch.tokens.append(now[2] - self.last[2])
-        self.last = now
 
 
 def run_rank(context: RankContext, *, case: Case, side: str, packs: Any, seed: int) -> Launch:
@@ -123,7 +82,9 @@ def run_rank(context: RankContext, *, case: Case, side: str, packs: Any, seed: i
             else our_trainer(model, case, **options)
         )
         trainer.remove_callback(PrinterCallback)  # standard output is for the figures
-        trainer.add_callback(StepClock(launch))
+        clock = StepClock(launch, rank=context.rank)
+        model.register_forward_pre_hook(clock.see, with_kwargs=True)
+        trainer.add_callback(clock)
         trainer.train()
     launch.peak_memory = peak_resident() - before
     launch.history = trainer.state.log_history
@@ -144,11 +105,6 @@ def our_trainer(model: Any, case: Case, **options: Any) -> LongCtxTrainer:
         args=LongCtxTrainingArguments(**options),
         train_dataset=Dataset.from_dict({"input_ids": case.documents}),
     )
-
-
-def peak_resident() -> int:
-    """Bytes of the largest resident set that this process has had."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
 
 
 def run(
@@ -189,6 +145,8 @@ def run(
 def measure(case: Case, *, launches: int) -> dict[str, Any]:
     """Both sides in turn, each launch in fresh processes -> figures by name."""
     packs = bfd_packs(case.documents, length=case.tokens_per_rank)
+    torch.set_num_threads(1)
+    rate = product_rate()
     found: dict[str, list[list[Launch]]] = {side: [] for side in SIDES}
     for number in range(launches):
         for side in SIDES:
@@ -198,10 +156,14 @@ def measure(case: Case, *, launches: int) -> dict[str, Any]:
                     pool.run(run_rank, case=case, side=side, packs=packs, seed=SEED + number)
                 )
     config = AutoConfig.from_pretrained(case.folder)
-    shape = (
-        f"{config.model_type}, layers {config.num_hidden_layers}, hidden {config.hidden_size}, "
-        f"heads {config.num_attention_heads}, kv_heads {config.num_key_value_heads}, "
-        f"vocabulary {config.vocab_size}"
+    shape = Shape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        mlp=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocabulary=config.vocab_size,
     )
     clock = "wall seconds from step end to step end, on the rank that ends last"
     return {
@@ -214,58 +176,11 @@ def measure(case: Case, *, launches: int) -> dict[str, Any]:
         "accelerate": version("accelerate"),
         "trl": version("trl"),
         "tokens_per_rank": case.tokens_per_rank,
+        "product_gflops": rate / 1e9,
         "launches": launches,
         "steps": case.steps,
         "documents": len(case.documents),
         "tokens": sum(map(len, case.documents)),
         "tokens_kept_stock": sum(len(pack["input_ids"]) for pack in packs),
-        **figures(found),
+        **figures(found, shape=shape, rate=rate),
     }
-
-
-def figures(found: Mapping[str, Sequence[Sequence[Launch]]]) -> dict[str, Any]:
-    """What the ranks of each side's launches measured -> ratios (ours / stock), and both sides."""
-    seconds: dict[str, float] = {}
-    tokens: dict[str, float] = {}
-    cpu: dict[str, float] = {}
-    result: dict[str, dict[str, Any]] = {}
-    for side, launches in found.items():
-        seconds[side] = median(mean(slowest(ranks, "wall")) for ranks in launches)
-        tokens[side] = mean(mean(ranks[0].tokens) for ranks in launches)
-        cpu[side] = median(mean(slowest(ranks, "cpu")) for ranks in launches)
-        result[side] = {
-            "seconds_per_step": seconds[side],
-            "cpu_seconds_per_step": cpu[side],
-            "tokens_per_step": tokens[side],
-            "seconds_per_1000_tokens": 1000 * seconds[side] / tokens[side],
-            **{
-                f"peak_memory_rank{rank}": max(ranks[rank].peak_memory for ranks in launches)
-                for rank in range(len(launches[0]))
-            },
-            "loss_first_step": launches[0][0].history[0]["loss"],
-            "seconds_of_steps": [
-                [round(s, 2) for s in slowest(ranks, "wall")] for ranks in launches
-            ],
-        }
-    logs = [log for log in found["ours"][0][0].history if "longctx_tokens" in log][1:]
-    step_time = seconds["ours"] / seconds["stock"]
-    return {
-        "step_time_ratio": step_time,
-        "token_time_ratio": step_time * tokens["stock"] / tokens["ours"],
-        "cpu_time_ratio": cpu["ours"] / cpu["stock"],
-        "peak_memory_ratio": peak(found["ours"]) / peak(found["stock"]),
-        "attention_max_over_mean_before": mean(log["longctx_attention_before"] for log in logs),
-        "attention_max_over_mean": mean(log["longctx_attention_after"] for log in logs),
-        "wait_seconds_per_step": mean(log["longctx_wait_seconds"] for log in logs),
-        **result,
-    }
-
-
-def slowest(ranks: Sequence[Launch], clock: str) -> list[float]:
-    """The seconds of each step on the rank that took longest."""
-    return [max(taken) for taken in zip(*(getattr(r, clock) for r in ranks), strict=True)]
-
-
-def peak(launches: Sequence[Sequence[Launch]]) -> int:
-    """The largest growth of any rank of a side."""
-    return max(rank.peak_memory for ranks in launches for rank in ranks)
