@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
         return code
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a checkpoint without weights, for one
         print(f"hf-longctx {arguments.command}: {error}", file=sys.stderr)
         return 2
     except RankError as error:

@@ -162,6 +162,12 @@ def test_exit_code_2_without_json(command, capsys, flags, family, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_without_weights_ends_with_code_2(command, tmp_path, capsys):
+    (tmp_path / "config.json").write_text((CONFIGS / "tiny_llama.json").read_text())
+    assert command(*RING, family=str(tmp_path)) == (2, None)
+    assert "safetensors" in capsys.readouterr().err
+
+
 def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, capsys):
     model = str(CONFIGS / "tiny_llama.json")
     place = str(tmp_path / "none" / "f.json")
