@@ -5,10 +5,11 @@ forward, backward, optimizer and log. The bound is the time of the same multipli
 evenly over the ranks, at the rate of one large matrix product.
 """
 
-import resource
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -28,7 +29,7 @@ class Launch:
         tokens (`list[int]`): Tokens of all ranks in those steps.
         documents (`list[list[int]]`): Lengths of the documents in those steps; of a batch that all
             ranks share, on rank 0 only.
-        peak_memory (`int`): Growth of the largest resident set, in bytes, over that before loading.
+        peak_memory (`int`): Bytes by which the resident set grew at most, from before loading.
         history (`list[dict[str, float]]`): The trainer's log.
         allocator (`str`): How memory is kept.
     """
@@ -74,9 +75,27 @@ class StepClock(TrainerCallback):
         self.last = now
 
 
-def peak_resident() -> int:
-    """Bytes of the largest resident set that this process has had."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+class PeakMemory:
+    """How far the resident set of this process has grown at most since this was made, in bytes.
+
+    Linux only. `ru_maxrss` would not do: a started process takes over its parent's.
+    """
+
+    def __init__(self) -> None:
+        with suppress(OSError):  # where it may not be reset, the peak of the imports stands
+            Path("/proc/self/clear_refs").write_text("5")
+        self.before = _status("VmRSS")
+
+    def grown(self) -> int:
+        """Bytes so far."""
+        return _status("VmHWM") - self.before
+
+
+def _status(name: str) -> int:
+    """A field of `/proc/self/status`, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
 
 
 def figures(

@@ -26,7 +26,7 @@ from ..comm.processes import RankContext, RankPool
 from ..training.trainer import LongCtxTrainer
 from .common import SEED, Shape, keep_pages, product_rate, setting
 from .peers import bfd_packs, stock_trainer
-from .steps import Launch, StepClock, figures, peak_resident
+from .steps import Launch, PeakMemory, StepClock, figures
 from .texts import addresses, save_cut_model
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def run_rank(context: RankContext, *, case: Case, side: str, packs: Any, seed: i
     os.environ |= {key: str(value) for key, value in ranks.items()}  # as a launcher sets them
     os.environ["LOCAL_WORLD_SIZE"] = str(context.ranks)
     launch = Launch(allocator=keep_pages())
-    before = peak_resident()
+    memory = PeakMemory()
     model = AutoModelForCausalLM.from_pretrained(
         case.folder, dtype=torch.float32, attn_implementation=SIDES[side]
     )
@@ -86,7 +86,7 @@ def run_rank(context: RankContext, *, case: Case, side: str, packs: Any, seed: i
         model.register_forward_pre_hook(clock.see, with_kwargs=True)
         trainer.add_callback(clock)
         trainer.train()
-    launch.peak_memory = peak_resident() - before
+    launch.peak_memory = memory.grown()
     launch.history = trainer.state.log_history
     return launch
 
