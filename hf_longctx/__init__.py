@@ -6,6 +6,7 @@ Importing this package registers the attention names `distca` and `ring`; nothin
 from .arguments import LongCtxArguments, LongCtxTrainingArguments
 from .attention.register import register
 from .training.trainer import LongCtxTrainer, LongCtxTrainerMixin
+from .verify.check import check
 
 register()
 
@@ -14,5 +15,6 @@ __all__ = [
     "LongCtxTrainer",
     "LongCtxTrainerMixin",
     "LongCtxTrainingArguments",
+    "check",
     "register",
 ]

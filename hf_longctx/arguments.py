@@ -5,7 +5,9 @@ Floor: arguments. `LongCtxArguments` works with `HfArgumentParser` and `TrlParse
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
@@ -56,6 +58,11 @@ class LongCtxArguments:
         "A document longer than a batch: error stops, split makes several documents of it (each "
         "restarts at position 0), truncate keeps its beginning.",
     )
+    longctx_lookahead: int = _flag(
+        1000,
+        "Documents of a stream that are read ahead, to choose from for a batch. More fill batches "
+        "better and take memory; a data set with a length is packed as a whole.",
+    )
     longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
         "none", "How communication hides behind work. Only none is built yet."
     )
@@ -77,6 +84,9 @@ class LongCtxArguments:
 
     def __post_init__(self) -> None:
         self.check_longctx()
+        following = getattr(super(), "__post_init__", None)  # of a TrainingArguments mixed in
+        if following is not None:
+            following()
 
     def check_longctx(self) -> None:
         """Check the fields that need nothing else.
@@ -84,6 +94,9 @@ class LongCtxArguments:
         Raises:
             ValueError: naming the flag, its value, the rule and the remedy.
         """
+        for name, hint in get_type_hints(LongCtxArguments).items():
+            default = getattr(LongCtxArguments, name)
+            _refuse_type(name, getattr(self, name), hint=hint, default=default)
         if self.longctx_max_tokens_per_rank < 1:
             raise ValueError(
                 f"longctx_max_tokens_per_rank={self.longctx_max_tokens_per_rank} must be at least 1"
@@ -94,10 +107,18 @@ class LongCtxArguments:
                 f"longctx_group_size={self.longctx_group_size} must be at least 1 and divide the "
                 "trainers; leave it out to share each batch among all of them"
             )
+        if self.longctx_lookahead < 1:
+            raise ValueError(
+                f"longctx_lookahead={self.longctx_lookahead} must be at least 1; 1000 is usual"
+            )
         if not 0 <= self.longctx_tolerance < float("inf"):
             raise ValueError(
                 f"longctx_tolerance={self.longctx_tolerance} must be 0 or more, for example 0.05"
             )
+        data_seed = getattr(self, "data_seed", None)  # a field of TrainingArguments
+        _refuse_type("data_seed", data_seed, hint=int | None, default=None)
+        if data_seed is not None and data_seed < 0:
+            raise ValueError(f"data_seed={data_seed} must be 0 or more; leave it out to use --seed")
         for name, built in _UNBUILT.items():
             value = getattr(self, name)
             if value not in built:
@@ -117,17 +138,42 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
     """`TrainingArguments` with the `longctx_*` fields.
 
     Both per-device batch sizes are 1: a batch is one pack per group. Saved and reloaded with a
-    checkpoint, the attention name stands in `longctx_attention`.
+    checkpoint, the attention name stands in `longctx_attention` and the number of trainers in
+    `longctx_trainers`; the trainer fills them in.
     """
 
     per_device_train_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
     per_device_eval_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
+    ddp_timeout: int = _flag(
+        600, "Seconds that a trainer waits for another outside of exchanges, also on the CPU."
+    )
     longctx_attention: str | None = _flag(
         None, "Attention name of the run; filled in by the trainer, read again at resume."
     )
+    longctx_trainers: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.check_longctx()
         refuse_arguments(self)
-        TrainingArguments.__post_init__(self)
+        super().__post_init__()
         refuse_arguments(self)
+
+
+def _refuse_type(name: str, value: object, *, hint: Any, default: object) -> None:
+    """Refuse a value outside a flag's type hint: a parser would, but code may pass anything."""
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        if isinstance(value, str) and value in choices:
+            return
+        rule = f"must be one of {', '.join(map(repr, choices))}"
+        near = get_close_matches(str(value), choices, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"the default is {default!r}"
+    else:
+        kinds = get_args(hint) or (hint,)  # several where it may be None
+        numbers = {int: Integral, float: Real}  # NumPy's among them
+        allowed = tuple(numbers.get(kind, kind) for kind in kinds)
+        if isinstance(value, allowed) and not isinstance(value, bool):
+            return
+        names = (kind.__name__ for kind in kinds if kind is not type(None))
+        rule = f"is a {type(value).__name__}, but must be of type {' or '.join(names)}"
+        remedy = f"the default is {default!r}"
+    raise ValueError(f"{name}={value!r} {rule}; {remedy}")

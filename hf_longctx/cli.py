@@ -1,7 +1,8 @@
-"""`hf-longctx`: verify a model under one of our names, and measure.
+"""`hf-longctx`: check and verify a model under our names, and measure.
 
 Floor: the top. Exit codes: 0 all bounds hold, 1 some do not or a rank failed, 2 refused or wrong
-flags. Figures go to standard output, and what runs now to standard error.
+flags; `check`: 0 a name works, 2 none does, 1 a missing file or wrong flags. Figures go to standard
+output, and what runs now to standard error.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from .cli_check import add_check
 
 VERIFIED = ("longctx_layout", "longctx_tolerance")  # flags whose values change what verify runs
 
@@ -32,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
     from .comm.processes import RankError
 
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = _parse(argv)
     try:
         code: int = arguments.run(arguments)
         return code
@@ -51,15 +53,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """A parser whose exit code for wrong flags can be chosen."""
+
+    wrong_flags = 2
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(self.wrong_flags, f"{self.prog}: error: {message}\n")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
         prog="hf-longctx",
-        description="Exact attention across ranks for long, uneven documents: verify and measure.",
+        description=(
+            "Exact attention across ranks for long, uneven documents: check, verify, measure."
+        ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    add_check(commands)
     _add_verify(commands)
     _add_bench(commands)
-    return parser
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
 
 
 def _add_verify(commands: Any) -> None:

@@ -3,15 +3,18 @@
     accelerate launch --config_file accelerate_configs/cpu_2.yaml recipes/sft.py \\
         --config recipes/smollm2/distca_cpu.yaml --max_steps 20
 
-A YAML file gives defaults, flags win over it. Data is a folder of text files, a JSONL file with a
-text field, or the name or path of a data set that `datasets` loads.
+A YAML file gives defaults, flags win over it. Data is a folder of text files, a JSONL file, or the
+name or path of a data set that `datasets` loads; its columns tell whether it holds conversations,
+prompts with completions, texts or tokens.
 """
 
 import argparse
 import importlib.util
 import json
 import logging
+import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +22,11 @@ from typing import Any, Literal
 import transformers
 import yaml
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
+from hf_longctx.data.chat import tokenize_rows
 
 
 @dataclass
@@ -52,9 +57,26 @@ class DataArguments:
         },
     )
     split: str = field(default="train", metadata={"help": "Split of a data set."})
-    text_field: str = field(default="text", metadata={"help": "Column that holds the text."})
+    eval_data: str = field(
+        default="",
+        metadata={"help": "As --data, to evaluate on. Default: none, or --eval_split of --data."},
+    )
+    eval_split: str | None = field(
+        default=None, metadata={"help": "Split to evaluate on, of --eval_data or else of --data."}
+    )
+    text_field: str = field(default="text", metadata={"help": "Column that holds plain text."})
+    assistant_only_loss: bool = field(
+        default=False, metadata={"help": "Conversations: learn only what the assistant says."}
+    )
+    completion_only_loss: bool = field(
+        default=True, metadata={"help": "Prompts with completions: learn the completions only."}
+    )
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Read --data while training, --longctx_lookahead documents ahead."},
+    )
     max_documents: int | None = field(
-        default=None, metadata={"help": "Use the first so many documents only."}
+        default=None, metadata={"help": "Use the first so many documents of --data only."}
     )
     summary_json: str | None = field(
         default=None, metadata={"help": "Write what the run did there, as one JSON object."}
@@ -85,7 +107,15 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, LongCtxTraini
     if known.config:
         if not Path(known.config).is_file():
             raise ValueError(f"--config {known.config}: no such file")
-        values = yaml.safe_load(Path(known.config).read_text())
+        try:
+            values = yaml.safe_load(Path(known.config).read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{known.config} is no YAML: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{known.config} holds {'nothing' if values is None else type(values).__name__}; "
+                "write one `flag: value` a line"
+            )
         allowed = {action.dest for action in parser._actions}
         unknown = sorted(set(values) - allowed)
         if unknown:
@@ -98,32 +128,66 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, LongCtxTraini
     return model, data, training
 
 
-def documents(arguments: DataArguments, tokenizer: Any) -> Dataset:
-    """Tokenised documents: one row of `input_ids` each, ended by the end-of-text token."""
-    place = Path(in_package(arguments.data))
+def check_paths(data: DataArguments, training: LongCtxTrainingArguments) -> None:
+    """Find out before training whether what it leads to can be written, and what it resumes from.
+
+    Raises:
+        ValueError: naming the flag and its value.
+    """
+    if data.summary_json:
+        place = Path(data.summary_json)
+        if place.is_dir() or not os.access(place.parent, os.W_OK):
+            raise ValueError(f"--summary_json {place}: no file can be written there")
+    try:
+        Path(str(training.output_dir)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {training.output_dir}: {error}") from error
+    resume = training.resume_from_checkpoint
+    if resume and resume.lower() not in ("last", "true") and not Path(resume).is_dir():
+        raise ValueError(
+            f"--resume_from_checkpoint {resume}: no such folder; give one, or last for the newest "
+            "in --output_dir"
+        )
+
+
+def load_rows(path: str, *, split: str, text_field: str, streaming: bool) -> Any:
+    """Rows as they are on disk: a `Dataset`, or an `IterableDataset` to stream."""
+    place = Path(in_package(path))
     if place.is_dir() and sorted(place.glob("*.txt")):
         texts = [file.read_text() for file in sorted(place.glob("*.txt"))]
-        rows = Dataset.from_dict({arguments.text_field: texts})
-    elif place.suffix in (".jsonl", ".json"):
+        rows = Dataset.from_dict({text_field: texts})
+        return rows.to_iterable_dataset() if streaming else rows
+    try:
+        if place.suffix not in (".jsonl", ".json"):
+            return load_dataset(str(place), split=split, streaming=streaming)
         if not place.is_file():
-            raise ValueError(f"--data {arguments.data}: no such file")
-        rows = load_dataset("json", data_files=str(place), split="train")
-    else:
-        rows = load_dataset(str(place), split=arguments.split)
-    if arguments.text_field not in rows.column_names:
-        raise ValueError(
-            f"--text_field {arguments.text_field} is not among the columns {rows.column_names}"
-        )
-    if arguments.max_documents is not None:
-        rows = rows.select(range(min(arguments.max_documents, len(rows))))
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            raise ValueError(f"{path}: no such file")
+        return load_dataset("json", data_files=str(place), split="train", streaming=streaming)
+    except (DatasetGenerationError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
+
+
+def documents(arguments: DataArguments, tokenizer: Any, *, evaluation: bool = False) -> Any:
+    """Tokenised documents to train or to evaluate on; `None` where there are none."""
+    path, split, name = arguments.data, arguments.split, "train_dataset"
+    if evaluation:
+        if not arguments.eval_data and not arguments.eval_split:
+            return None
+        path, name = arguments.eval_data or path, "eval_dataset"
+        split = arguments.eval_split or split
+    streaming, most = arguments.streaming and not evaluation, arguments.max_documents
+    rows = load_rows(path, split=split, text_field=arguments.text_field, streaming=streaming)
+    if most is not None and not evaluation:
+        rows = rows.take(most if streaming else min(most, len(rows)))
+    # long documents are the point here: no warning that they exceed the tokenizer's length
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
-    return rows.map(
-        lambda row: {
-            "input_ids": tokenizer(row[arguments.text_field], truncation=False)["input_ids"] + end
-        },
-        remove_columns=rows.column_names,
-        desc="Tokenising",
+    return tokenize_rows(
+        rows,
+        tokenizer,
+        text_field=arguments.text_field,
+        assistant_only_loss=arguments.assistant_only_loss,
+        completion_only_loss=arguments.completion_only_loss,
+        description=name,
     )
 
 
@@ -142,20 +206,28 @@ def load_model(arguments: ModelArguments, folder: str) -> Any:
 def main(argv: list[str]) -> None:
     """Load, train, save."""
     model_arguments, data_arguments, training_arguments = parse(argv)
+    check_paths(data_arguments, training_arguments)
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_longctx").setLevel(logging.INFO)
+    level = logging.INFO if training_arguments.process_index == 0 else logging.ERROR
+    logging.getLogger("hf_longctx").setLevel(level)
     set_seed(training_arguments.seed)
     folder = in_package(model_arguments.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=model_arguments.gguf_file)
-    model = load_model(model_arguments, folder)
+    train_dataset = documents(data_arguments, tokenizer)
+    eval_dataset = documents(data_arguments, tokenizer, evaluation=True)
     trainer = LongCtxTrainer(
-        model=model,
+        model=load_model(model_arguments, folder),
         args=training_arguments,
-        train_dataset=documents(data_arguments, tokenizer),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=training_arguments.resume_from_checkpoint)
+    resume = training_arguments.resume_from_checkpoint
+    newest = resume is not None and resume.lower() in ("last", "true")
+    trainer.train(resume_from_checkpoint=True if newest else resume)
     trainer.save_model()
+    if eval_dataset is not None:
+        trainer.log_metrics("eval", trainer.evaluate())
     if trainer.is_world_process_zero() and data_arguments.summary_json:
         text = json.dumps(trainer.longctx_summary(), indent=2)
         Path(data_arguments.summary_json).write_text(text + "\n")
@@ -166,4 +238,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ValueError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # most errors are every rank's: rank 0 says it, and the launcher ends us
         sys.exit(f"error: {error}")

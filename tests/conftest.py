@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,3 +21,13 @@ def rank_pool() -> Iterator["RankPool"]:
 
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """A tiny checkpoint with its tokenizer, and texts, for scripts that know nothing of us."""
+    from run_scripts import make_checkpoint  # after the settings above
+
+    place: Path = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(place)
+    return place

@@ -77,9 +77,9 @@ class Plain:
     weights: dict[str, Tensor]
 
 
-def plain_loop(case: Case, *, world: int) -> Plain:
+def plain_loop(case: Case, *, world: int, model: Any = None) -> Plain:
     """Train as the case says, with stock attention, in one process, document by document."""
-    model = tiny("sdpa", dtype=torch.float32)
+    model = model or tiny("sdpa", dtype=torch.float32)
     options, rows = arguments(case, Path("unused")), case.rows()
     steps = [*windows(case, world=world)]
     steps = steps[: options.max_steps] if options.max_steps > 0 else steps

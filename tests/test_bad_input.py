@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from tiny import Document, documents, tiny
 from train_cases import ROOT, Case, arguments, launch
-from transformers import HfArgumentParser, TrainingArguments, default_data_collator
+from transformers import TrainingArguments
+from transformers.data import data_collator as stock
 
-from hf_longctx import LongCtxArguments, LongCtxTrainer, LongCtxTrainingArguments
+from hf_longctx import LongCtxTrainer
 from hf_longctx.data.batch import KEY
-from hf_longctx.training.groups import find_group
+from hf_longctx.support import refuse_given
+from hf_longctx.training.collators import leave_out
 
 SMALL = Case(lengths=(20, 9))
 
@@ -83,12 +85,6 @@ def test_evaluation_documents_are_refused_at_construction(tmp_path):
             trainer(tmp_path, good, eval_dataset=given)
 
 
-def test_streams_are_refused(tmp_path):
-    stream = Dataset.from_list(documents([9])).to_iterable_dataset()
-    with pytest.raises(ValueError, match="has no length: streaming is not built yet"):
-        trainer(tmp_path, stream)
-
-
 def test_missing_data_sets_are_refused(tmp_path):
     without = trainer(tmp_path, None)
     with pytest.raises(ValueError, match="training needs a train_dataset"):
@@ -118,17 +114,48 @@ def test_misspelt_and_unbuilt_names_are_refused_when_the_model_is_made(name):
         tiny(name)
 
 
+def halves(rows: Any) -> Any:
+    """A collator that cuts."""
+    return [row["input_ids"][::2] for row in rows]
+
+
 def test_hooks_that_cut_or_shift_are_refused(tmp_path):
     rows = documents([9])
-    with pytest.raises(ValueError, match="data_collator=function would pad or cut"):
-        trainer(tmp_path, rows, data_collator=default_data_collator)
+    with pytest.raises(ValueError, match="data_collator=halves: it would build or cut batches"):
+        trainer(tmp_path, rows, data_collator=halves)
     with pytest.raises(ValueError, match="compute_loss_func would see one rank's labels"):
         trainer(tmp_path, rows, compute_loss_func=lambda *given, **more: None)
     model, given = tiny("distca", dtype=torch.float32), arguments(SMALL, tmp_path)
-    with pytest.raises(ValueError, match="data_collator=function"):
-        LongCtxTrainer(model, given, default_data_collator, rows)
+    with pytest.raises(ValueError, match="data_collator=halves"):
+        LongCtxTrainer(model, given, halves, rows)
     with pytest.raises(ValueError, match="compute_loss_func"):
         LongCtxTrainer(model, given, None, rows, None, None, None, lambda *x, **more: None)
+
+
+class OneMore(stock.DataCollatorWithPadding):
+    """Nobody knows what it does beside padding."""
+
+
+@pytest.mark.parametrize(
+    "collator", [stock.default_data_collator, stock.DataCollatorWithFlattening()]
+)
+def test_collators_that_only_pad_are_left_out(collator, caplog):
+    with caplog.at_level("INFO", logger="hf_longctx"):
+        assert leave_out(collator) is None
+    assert "is left out: documents are packed without padding" in caplog.text
+
+
+def test_a_language_modelling_collator_leaves_pad_out_of_the_loss(caplog):
+    tokenizer = SimpleNamespace(pad_token_id=2, mask_token="m")
+    with caplog.at_level("INFO", logger="hf_longctx"):
+        assert leave_out(stock.DataCollatorForLanguageModeling(tokenizer, mlm=False)) == 2
+    assert "id 2 (pad) is no target" in caplog.text
+    for collator in (
+        stock.DataCollatorForLanguageModeling(tokenizer, mlm=True),
+        OneMore(tokenizer),
+    ):
+        with pytest.raises(ValueError, match="leave it out and pass documents"):
+            leave_out(collator)
 
 
 def test_arguments_without_our_fields_are_refused(tmp_path):
@@ -147,89 +174,46 @@ def test_batches_of_other_loaders_are_refused(tmp_path):
             step(ours.model, {"input_ids": ids, "labels": ids})
 
 
-# Arguments and flags
+class Plain(torch.nn.Module):
+    """No Transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("wrap", "message"),
     [
-        ({"longctx_max_tokens_per_rank": 0}, "longctx_max_tokens_per_rank=0 must be at least 1"),
-        ({"longctx_group_size": 0}, "longctx_group_size=0 must be at least 1 and divide"),
-        ({"longctx_tolerance": -0.1}, "longctx_tolerance=-0.1 must be 0 or more"),
-        ({"longctx_tolerance": float("nan")}, "longctx_tolerance=nan must be 0 or more"),
-        ({"longctx_layout": "zigzga"}, "longctx_layout='zigzga' is not built yet; use one of"),
-        ({"longctx_balance": "attention"}, "longctx_balance='attention' is not built yet"),
-        ({"longctx_overlap": "heads"}, "longctx_overlap='heads' is not built yet"),
-        ({"longctx_servers": 2}, "longctx_servers=2 is not built yet; use one of 0"),
-        ({"longctx_server_devices": "cpu"}, "longctx_server_devices='cpu' is not built yet"),
-        ({"longctx_server_timeout": 1.0}, "longctx_server_timeout=1.0 is not built yet"),
-        ({"longctx_server_memory": 1}, "longctx_server_memory=1 is not built yet"),
-        ({"longctx_topology": "2x4"}, "longctx_topology='2x4' is not built yet"),
-        ({"longctx_ulysses_size": 2}, "longctx_ulysses_size=2 is not built yet"),
-        ({"longctx_scan": "tree"}, "longctx_scan='tree' is not built yet"),
-        ({"longctx_softmax": "ring"}, "longctx_softmax='ring' is not built yet"),
-        ({"longctx_verify": "always"}, "longctx_verify='always' is not built yet"),
-        ({"longctx_overflow": "wrap"}, "longctx_overflow='wrap'"),
+        (lambda model: Plain(), "model is a Plain, but only a Transformers PreTrainedModel looks"),
+        (torch.nn.DataParallel, "model is wrapped in DataParallel, but the trainer wraps it"),
     ],
 )
-def test_values_are_refused_by_name(tmp_path, given, message):
-    for make in (LongCtxArguments, lambda **x: arguments(SMALL, tmp_path, **x)):
+def test_modules_that_are_no_models_are_refused(tmp_path, wrap, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer(tmp_path, documents([9]), model=wrap(tiny("distca", dtype=torch.float32)))
+
+
+def wrap_in_ddp(context: Any) -> str:
+    """On each rank: a model in DistributedDataParallel -> its refusal."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(tiny("distca", dtype=torch.float32))
+    with pytest.raises(ValueError) as refusal:
+        refuse_given(wrapped, train_dataset=None)
+    return str(refusal.value)
+
+
+def test_a_model_in_ddp_is_refused(rank_pool):
+    message, *_ = rank_pool.run(wrap_in_ddp, ranks=4)
+    assert message.startswith("model is wrapped in DistributedDataParallel")
+    assert message.endswith("pass model.module")
+
+
+def test_several_splits_are_refused(tmp_path):
+    rows = Dataset.from_list(documents([9]))
+    for splits in (DatasetDict(train=rows, test=rows), {"train": rows, "test": rows}):
+        message = f"train_dataset is a {type(splits).__name__} of ['test', 'train'], but training"
         with pytest.raises(ValueError, match=re.escape(message)):
-            make(**given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
-        ({"per_device_train_batch_size": 2}, "per_device_train_batch_size=2"),
-        ({"per_device_eval_batch_size": 8}, "per_device_eval_batch_size=8"),
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
-    ],
-)
-def test_training_arguments_are_refused_also_when_set_later(tmp_path, given, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(SMALL, tmp_path, **given)
-    late = arguments(SMALL, tmp_path)
-    for name, value in given.items():
-        setattr(late, name, value)
-    with pytest.raises(ValueError, match=message):
-        LongCtxTrainer(model=tiny("distca"), args=late, train_dataset=documents([9]))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--longctx_layuot", "spread"], "--longctx_layuot"),
-        (["--longctx_layout", "spiral"], "invalid choice"),
-        (["--longctx_group_size", "two"], "invalid"),
-        (["--longctx_server", "2", "--longctx_foo"], "longctx_server"),
-    ],
-)
-def test_flags_of_a_script_are_refused(tmp_path, capsys, flags, message):
-    parser = HfArgumentParser(LongCtxTrainingArguments)
-    with pytest.raises((ValueError, SystemExit)) as refusal:
-        parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu", *flags])
-    assert message in str(refusal.value) + capsys.readouterr().err
-
-
-@pytest.mark.parametrize("size", [3, 4, 5])
-def test_a_group_size_that_does_not_divide_is_refused(size):
-    given = SimpleNamespace(world_size=1, process_index=0, longctx_group_size=size)
-    with pytest.raises(ValueError, match=rf"longctx_group_size={size} must divide the 1 trainers"):
-        find_group(given)
-
-
-def test_a_group_size_over_several_trainers(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    given = SimpleNamespace(world_size=6, process_index=5, longctx_group_size=None)
-    assert (find_group(given).size, find_group(given).rank) == (6, 5)
-    given.longctx_group_size = 2
-    group = find_group(given)
-    assert (group.groups, group.index, group.rank) == (3, 2, 1)
-    given.longctx_group_size = 4
-    with pytest.raises(ValueError, match=re.escape("6 trainers; use one of [1, 2, 3, 6]")):
-        find_group(given)
+            trainer(tmp_path, splits)
 
 
 # The recipe
@@ -282,7 +266,7 @@ def test_two_processes_that_would_train_apart_are_refused(tmp_path):
     assert "set use_cpu=True" in ended.output
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", ["kill", "kill_first", "raise"])
 def test_b62_the_others_end_when_a_rank_is_lost(tmp_path, how):
     ended = launch(tmp_path, how, processes=2)
     assert ended.code != 0 and ended.left == []

@@ -135,6 +135,18 @@ def test_other_documents_of_the_same_lengths_are_told_apart():
     assert len({collate(rows, pack)[KEY].contents for pack in packs}) == 4
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_places_are_rows_and_positions_of_the_data_set(layout):
+    pack = (Piece(document=1, start=4, stop=8), Piece(document=0, start=0, stop=3))
+    inputs = of_ranks(documents([4, 9]), pack, ranks=3, layout=layout)
+    places = [pickle.loads(pickle.dumps(x[KEY])).places() for x in inputs]  # as from a worker
+    found = np.concatenate(places)[inputs[0][KEY].layout.inverse()]
+    assert found.tolist() == [[1, 4], [1, 5], [1, 6], [1, 7], [0, 0], [0, 1], [0, 2]]
+    filled = of_ranks(documents([4]), (Piece(document=0, start=2, stop=3),), ranks=3, layout=layout)
+    rows = np.concatenate([x[KEY].places() for x in filled])
+    assert sorted(rows[:, 0].tolist()) == [-1, -1, 0] and [0, 2] in rows.tolist()
+
+
 class Reader(list):  # type: ignore[type-arg]
     """Documents that note which of them are read."""
 

@@ -279,9 +279,11 @@ def generate_alone(context: Any, *, name: str) -> list[int]:
         return []
     model = tiny(name, dtype=torch.float32).eval()
     prompt = ids(7)
-    given = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
-    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, **given)
+    given = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "max_new_tokens": 4}
+    tokens = model.generate(prompt, do_sample=False, **given)
     assert not context.channel.sent
+    stock = tiny("sdpa", dtype=torch.float32).eval()
+    assert torch.equal(tokens, stock.generate(prompt, do_sample=False, **given))
     return tokens[0].tolist()
 
 
@@ -312,6 +314,12 @@ def test_b13_boundaries_are_drops_not_zeros():
 def test_b15_padding_is_one_document():
     padded = {"batch": 1, "rows": 12, "position_ids": positions(5, 3, 4)}
     assert local_documents(**padded) == (5, 3, 4)
+    rows = documents([5, 3])
+    twelve = [collate(rows, rank=rank, ranks=12, layout="contiguous") for rank in range(12)]
+    assert twelve[0][KEY].layout.lengths.tolist() == [5, 3, 4]
+    assert sum(int(inputs["shift_labels"].ne(-100).sum()) for inputs in twelve) == 4 + 2
+    unpadded = run_ranks(tiny("distca"), [rows], ranks=1)
+    assert abs(run_ranks(tiny("distca"), [rows], ranks=12).loss - unpadded.loss) < EXACT
     batches = [documents([1])]
     given = [collate(batches[0], rank=rank, ranks=4) for rank in range(4)]
     assert given[0][KEY].layout.lengths.tolist() == [1, 3] and given[0][KEY].filler == 3

@@ -31,12 +31,12 @@ FLOORS = (
     {"training"},
     {"simulate"},
     {"bench", "verify"},
-    {"cli", "run", "__init__"},
+    {"cli", "cli_check", "run", "__init__"},
 )
 # A plan and its simulation are data: they run where no process group and no model exists.
 PURE = {"plan", "simulate"}
 BANNED_IN_PURE = ("torch.distributed", "transformers", "accelerate")
-PRINTING = {"cli", "bench"}
+PRINTING = {"cli", "cli_check", "bench"}
 
 LINE_CAP = 300
 TEST_LINE_CAP = 400

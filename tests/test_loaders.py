@@ -35,7 +35,7 @@ def scan(rows: Any, accelerator: OneOfTwo, folder: Any) -> None:
     arguments = LongCtxTrainingArguments(output_dir=str(folder), use_cpu=True)
     group = Group(trainers=2, size=2, index=0, rank=0)
     loaders = Loaders(arguments, group, accelerator=accelerator, vocab_size=64)
-    assert len(loaders.sampler(rows, training=True).packs) == 1
+    assert len(loaders.source(rows, training=True).packs) == 1
 
 
 def test_equal_documents_pass(tmp_path):
@@ -67,19 +67,6 @@ def test_an_overridden_loss_is_refused(tmp_path):
     model = tiny("distca", dtype=torch.float32)
     with pytest.raises(ValueError, match="Shifts.compute_loss is overridden"):
         Shifts(model=model, args=arguments, train_dataset=documents([5, 9]))
-
-
-def test_b20_rows_with_boundaries_of_their_own_are_refused(tmp_path):
-    rows = [row | {"seq_lengths": [2, len(row["input_ids"]) - 2]} for row in documents([5, 9])]
-    with pytest.raises(ValueError, match="row 0 holds .'seq_lengths'., boundaries or target masks"):
-        scan(rows, OneOfTwo(), tmp_path)
-
-
-def test_metrics_of_a_ranks_share_are_refused(tmp_path):
-    arguments = LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    model = tiny("distca", dtype=torch.float32)
-    with pytest.raises(ValueError, match="compute_metrics would see one rank's rows"):
-        LongCtxTrainer(model=model, args=arguments, compute_metrics=lambda prediction: {})
 
 
 def test_rows_that_read_differently_each_time_are_refused(tmp_path):

@@ -214,15 +214,15 @@ def test_scan_returns_the_lengths(kind):
     if kind == "transform":
         text = datasets.Dataset.from_dict({"size": lengths})
         data = text.with_transform(lambda batch: {"input_ids": [[7] * n for n in batch["size"]]})
-    found = scan_documents(data, vocab_size=300, description="train_dataset")
+    found = scan_documents(data, vocab_size=300, description="train_dataset").lengths
     assert found.tolist() == lengths and found.dtype == np.int64
 
 
 def test_scan_leaves_empty_documents_to_fit():
     data = datasets.Dataset.from_dict({"input_ids": [[1], [], [2, 3]]})
     for dataset in (data, [*data]):
-        lengths = scan_documents(dataset, vocab_size=None, description="train_dataset")
-        assert lengths.tolist() == [1, 0, 2]
+        found = scan_documents(dataset, vocab_size=None, description="train_dataset")
+        assert found.lengths.tolist() == [1, 0, 2]
 
 
 BAD_ROWS = {

@@ -17,9 +17,15 @@ from hf_longctx.attention.masks import SlidingWindow, attention_mask
 from hf_longctx.attention.register import FUNCTIONS, register
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.plan.layout import cut
-from hf_longctx.support import ARGUMENT_RULES, MODEL_RULES, NAMES, refuse_arguments, refuse_model
+from hf_longctx.support import (
+    ARGUMENT_RULES,
+    MODEL_RULES,
+    NAMES,
+    PROBE_RULES,
+    refuse_arguments,
+    refuse_model,
+)
 from hf_longctx.support import table as support_table
-from hf_longctx.training.probe import probe
 
 ONE_ROW = [torch.zeros(1, heads, 6, 8) for heads in (4, 2, 2)]
 DENSE = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -130,6 +136,11 @@ CONFIGS = {
     "chunked attention": ("llama4", {}, "attention_chunk_size=8192"),
     "attention dropout": ("gpt2", {}, "attn_pdrop=0.1"),
     "MoE auxiliary loss": ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
+    "layer dropping": ("opt", {"layerdrop": 0.1}, "layerdrop=0.1"),
+    "sparse or compressed keys": ("deepseek_v32", {}, "layer_types ['indexed_attention']"),
+    "encoder-decoder": ("bart", {}, "is_encoder_decoder=True"),
+    "router noise": ("phimoe", {}, "router_jitter_noise=0.01"),
+    "attention weights": ("llama", {"output_attentions": True}, "output_attentions=True"),
 }
 ARGUMENTS = {
     "label smoothing": {"label_smoothing_factor": 0.1},
@@ -138,17 +149,23 @@ ARGUMENTS = {
     "automatic batch size": {"auto_find_batch_size": True},
     "split batches": {"accelerator_config": {"split_batches": True}},
     "other sampling strategies": {"train_sampling_strategy": "batch_rebalance"},
+    "metrics of each batch": {"batch_eval_metrics": True},
+    "predictions as lists": {"eval_do_concat_batches": False},
+    "losses in metrics": {"include_for_metrics": ["inputs", "loss"]},
     "NEFTune": {"neftune_noise_alpha": 5.0},
     "float16": {"fp16": True},
     "torch.compile": {"torch_compile": True},
-    "DeepSpeed": {"deepspeed": "no_such_file.json"},
+    "DeepSpeed beyond ZeRO 0, 1 and 2": {"deepspeed": {"zero_optimization": {"stage": 3}}},
+}
+FOREIGN = {  # no fields of our arguments
+    "DataParallel": SimpleNamespace(n_gpu=2),
+    "wrapped packing": SimpleNamespace(packing=True, packing_strategy="wrapped"),
 }
 
 
 def test_each_rule_has_a_case_below():
     assert CONFIGS.keys() == {rule.feature for rule in MODEL_RULES}
-    # several devices in one process are no field of the arguments
-    assert ARGUMENTS.keys() | {"DataParallel"} == {rule.feature for rule in ARGUMENT_RULES}
+    assert ARGUMENTS.keys() | FOREIGN.keys() == {rule.feature for rule in ARGUMENT_RULES}
 
 
 @pytest.mark.parametrize("rule", MODEL_RULES, ids=lambda rule: rule.feature)
@@ -184,11 +201,11 @@ def test_longrope_is_refused_per_layer_type_too():
 
 @pytest.mark.parametrize("rule", ARGUMENT_RULES, ids=lambda rule: rule.feature)
 def test_training_arguments_are_refused_with_value_rule_and_remedy(rule, tmp_path):
-    given = ARGUMENTS.get(rule.feature)
     with pytest.raises(ValueError, match=re.escape(f"{rule.rule}; {rule.remedy}")):
-        if given is None:
-            refuse_arguments(SimpleNamespace(n_gpu=2))
+        if rule.feature in FOREIGN:
+            refuse_arguments(FOREIGN[rule.feature])
         else:
+            given = ARGUMENTS[rule.feature]
             LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
 
 
@@ -218,50 +235,6 @@ def test_names_that_are_not_registered():
 
 def test_the_table_lists_each_rule():
     lines = support_table().splitlines()
-    for rule in (*MODEL_RULES, *ARGUMENT_RULES):
+    for rule in (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES):
         (line,) = [x for x in lines if x.startswith(f"| {rule.feature} |")]
         assert line.count("refused") == len(NAMES) and rule.remedy in line
-
-
-# The probe: what no config tells
-
-
-class Wrapped(torch.nn.Module):
-    """A causal language model with something wrong on the way to its attention or loss."""
-
-    def __init__(self, model: Any, **drop: Any) -> None:
-        super().__init__()
-        self.model, self.config, self.drop = model, model.config, drop
-
-    def forward(self, **given: Any) -> Any:
-        return self.model(**(given | self.drop))
-
-
-class Closed(Wrapped):
-    def forward(self, input_ids: Any, labels: Any = None) -> Any:  # no **kwargs
-        return self.model(input_ids=input_ids, labels=labels)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda m: Closed(m), "Closed.forward takes no **kwargs"),
-        (lambda m: Wrapped(m, longctx_batch=None), "has 2 layers but called distca 0 times"),
-        (lambda m: Wrapped(m, shift_labels=None), "Wrapped ignores shift_labels"),
-        (lambda m: Wrapped(m, position_ids=None), "Wrapped ignores position_ids"),
-    ],
-)
-def test_models_that_ignore_our_inputs_are_refused(model, message):
-    probe(Wrapped(tiny("distca")), name="distca")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        probe(model(tiny("distca")), name="distca")
-
-
-def test_a_probed_model_is_left_as_it_was():
-    model = tiny("distca").train()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    probe(model, name="distca")
-    assert model.training
-    assert all(
-        torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
-    )

@@ -158,7 +158,8 @@ def test_b05_windows_without_targets_step_with_loss_0(two):
 def test_b59_five_packs_over_two_groups_take_three_steps(two):
     case = two.cases["groups"]
     assert case["batches"] == case["steps"] == case["max_steps"] == 3
-    assert [entry["longctx_tokens"] for entry in two.steps("groups")] == [48, 48, 48]
+    assert [entry["longctx_tokens"] for entry in two.steps("groups")] == [96, 96, 48]
+    assert [entry["longctx_fill"] for entry in two.steps("groups")] == [1.0, 1.0, 0.5]
 
 
 def test_b50_twelve_packs_take_three_steps(two):

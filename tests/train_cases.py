@@ -134,6 +134,7 @@ CASES = {
     "digest": Case(lengths=(48,) * 8),
     "apart": Case(lengths=UNEVEN, options={"use_cpu": False}),
     "kill": Case(lengths=UNEVEN),
+    "kill_first": Case(lengths=UNEVEN),
     "raise": Case(lengths=UNEVEN),
 }
 
@@ -192,10 +193,10 @@ class Lines(logging.Handler):
 
 def run(name: str, folder: Path) -> dict[str, Any]:
     """Train a case to its end and save the model; the result is the same on all ranks."""
-    trainer, lines = trainer_of(CASES[name], folder), Lines()
-    logger = logging.getLogger("hf_longctx")
+    lines, logger = Lines(), logging.getLogger("hf_longctx")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
+    trainer = trainer_of(CASES[name], folder)
     trainer.train()
     logger.removeHandler(lines)
     trainer.save_model(str(folder / "final"))
@@ -255,14 +256,16 @@ def run_digest(name: str, folder: Path) -> dict[str, Any]:
 
 
 def run_until_death(name: str, folder: Path) -> dict[str, Any]:
-    """Rank 1 dies or raises in its second step."""
+    """Rank 1, or the first one, dies or raises in its second step."""
     from transformers import TrainerCallback
+
+    loses = 0 if name == "kill_first" else 1
 
     class Dies(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1 and args.process_index == 1:
+            if state.global_step == 1 and args.process_index == loses:
                 (folder.parent / "died").write_text(str(time.time()))
-                if name == "kill":
+                if name.startswith("kill"):
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError(f"rank {args.process_index} raises")
 
@@ -272,22 +275,29 @@ def run_until_death(name: str, folder: Path) -> dict[str, Any]:
     return {}
 
 
-RUNS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
+Perform = Callable[[str, Path], dict[str, Any]]
+RUNS: dict[str, Perform] = {
     "resume": run_resume,
     "digest": run_digest,
     "kill": run_until_death,
+    "kill_first": run_until_death,
     "raise": run_until_death,
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
+def perform(name: str, folder: Path) -> dict[str, Any]:
+    """Run one case."""
+    return RUNS.get(name, run)(name, folder)
+
+
+def main(folder: Path, names: list[str], *, perform: Perform = perform) -> None:
     """Run the named cases; rank 0 writes `results.json`."""
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
 
     torch.set_num_threads(1)
-    results = {name: RUNS.get(name, run)(name, folder / name) for name in names}
+    results = {name: perform(name, folder / name) for name in names}
     state = PartialState()
     if state.is_main_process:
         found = {
@@ -316,12 +326,18 @@ class Launched:
     left: list[int]
 
 
-def launch(folder: Path, *names: str, processes: int, timeout: float = 240.0) -> Launched:
-    """Run cases under `accelerate launch` with the committed configuration."""
+def launch(
+    folder: Path,
+    *names: str,
+    processes: int,
+    timeout: float = 240.0,
+    script: str = __file__,
+) -> Launched:
+    """Run a script's cases under `accelerate launch` with the committed configuration."""
     marker = uuid.uuid4().hex
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml")]
-    command += ["--num_processes", str(processes), __file__, str(folder), *names]
+    command += ["--num_processes", str(processes), script, str(folder), *names]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, MARKER: marker}
     try:

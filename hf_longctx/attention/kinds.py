@@ -18,7 +18,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         config: A Transformers config; its text config is looked at where it has one.
     """
     config = _text(config)
-    widths = layer_widths(config, dtype=torch.float32)
+    widths = [layer_widths(layer, dtype=torch.float32) for layer in layer_configs(config)]
     windows: list[int | None] = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
     names = getattr(config, "layer_types", None)
     if names:
@@ -28,15 +28,23 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     return [
         LayerKind(
             window=window or 0,
-            query_width=widths.heads * widths.head_dim,
-            key_value_width=widths.kv_heads * (widths.head_dim + widths.value_dim),
+            query_width=own.heads * own.head_dim,
+            key_value_width=own.kv_heads * (own.head_dim + own.value_dim),
         )
-        for window in windows
+        for window, own in zip(windows, widths, strict=True)
     ]
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The config of each attention layer, in order: one and the same but where sizes differ."""
+    config = _text(config)
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4: larger heads in its full layers
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
 def layer_widths(config: Any, *, dtype: torch.dtype) -> Widths:
-    """Sizes of the rows that attention layers exchange, for a model of `dtype`."""
+    """Sizes of the rows that attention layers of a config exchange, for a model of `dtype`."""
     config = _text(config)
     heads = config.num_attention_heads
     rotated = getattr(config, "qk_rope_head_dim", None)

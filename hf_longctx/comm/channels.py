@@ -110,6 +110,12 @@ class GlooChannel:
             raise _failed(self.rank, what, peer, str(error).splitlines()[0]) from error
         return _GlooExchange(self, works, what)
 
+    def close(self) -> None:
+        """Give up the group, so that its threads end before the interpreter does."""
+        if dist.is_initialized():  # else the groups were destroyed already, all at once
+            dist.destroy_process_group(self.group)
+        del self.group
+
     def agree(self, number: int, *, what: str) -> None:
         """One small all-reduce; `number` must lie in [0, 2**63)."""
         both = torch.tensor([number, -number], dtype=torch.int64)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ..plan.cost import LayerKind
@@ -67,6 +68,8 @@ class LongCtxBatch:
         filler (`int`, *optional*, defaults to 0): Tokens of filler documents (no targets).
         contents (`int`, *optional*, defaults to 0): A number that stands for the documents, so that
             ranks with other documents of the same lengths are found out.
+        pieces (`np.ndarray`, *optional*): int64 `[documents, 3]`: row in the data set, start and
+            stop of each document of the layout; filler has none.
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
     """
 
@@ -76,12 +79,13 @@ class LongCtxBatch:
     budget: int = 0
     filler: int = 0
     contents: int = 0
+    pieces: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     runtime: Any = None
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[str, LayerKind], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents")
+        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "pieces")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -102,3 +106,14 @@ class LongCtxBatch:
         for kind in kinds:
             number ^= self.plan(algorithm, kind).digest
         return number
+
+    def places(self) -> np.ndarray:
+        """int64 `[rows, 2]`: row in the data set and position there of each row of this rank; -1
+        and a position for filler."""
+        fillers = len(self.layout.lengths) - len(self.pieces)
+        begins = np.concatenate([self.pieces[:, :2], np.full((fillers, 2), (-1, 0))])
+        segments = self.layout.of_rank(self.rank)
+        documents = [s.document for s in segments]
+        places = begins[np.repeat(documents, [s.stop - s.start for s in segments])]
+        places[:, 1] += self.layout.positions(self.rank)
+        return places

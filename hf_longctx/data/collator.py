@@ -84,13 +84,18 @@ class LongCtxCollator:
             name: torch.from_numpy(np.concatenate(runs))[None] for name, runs in columns.items()
         }
         inputs["position_ids"] = torch.from_numpy(layout.positions(self.rank))[None]
+        pieces = np.asarray([astuple(piece) for piece in pack], "<i8").reshape(-1, 3)
         inputs[KEY] = LongCtxBatch(
             layout,
             self.rank,
             tolerance=self.tolerance,
             budget=self.budget,
             filler=filler,
-            contents=crc32(np.asarray([astuple(piece) for piece in pack], "<i8").tobytes()),
+            contents=crc32(
+                pieces.tobytes(),
+                getattr(documents, "fingerprint", 0),  # a stream's; other documents were scanned
+            ),
+            pieces=pieces,
         )
         return inputs
 

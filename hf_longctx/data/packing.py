@@ -7,12 +7,15 @@ then `pack` puts the pieces together. Both are pure and seeded: every rank compu
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 Overflow = Literal["error", "split", "truncate"]
 Balance = Literal["none", "tokens", "attention"]
@@ -54,6 +57,11 @@ class OverflowReport:
     truncated_documents: int
     dropped_tokens: int
 
+    def __add__(self, other: OverflowReport) -> OverflowReport:
+        return OverflowReport(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__slots__}
+        )
+
     def summary(self) -> str:
         """The report in one line, for a log."""
         line = f"{self.documents:,} documents, {self.tokens:,} tokens: "
@@ -67,9 +75,15 @@ class OverflowReport:
             )
         return line + "all kept whole"
 
+    def log(self, description: str) -> None:
+        """Log the report of a data set; a warning where a document was split or truncated."""
+        changed = self.split_documents or self.truncated_documents
+        level = logging.WARNING if changed else logging.INFO
+        logger.log(level, "%s: %s", description, self.summary())
+
 
 def fit(
-    lengths: Sequence[int] | np.ndarray, *, capacity: int, overflow: Overflow
+    lengths: Sequence[int] | np.ndarray, *, capacity: int, overflow: Overflow, first: int = 0
 ) -> tuple[tuple[Piece, ...], OverflowReport]:
     """Turn documents into pieces that fit a batch, in the order of the data set.
 
@@ -78,6 +92,7 @@ def fit(
         capacity (`int`): Tokens that one batch of one group holds.
         overflow (`str`): What becomes of a longer document: `"error"` refuses it, `"split"` cuts it
             into pieces of `capacity` tokens (the last one shorter), `"truncate"` keeps the first.
+        first (`int`, *optional*, defaults to 0): Number of the first row, in pieces and messages.
 
     Returns:
         The pieces, and the report of what was split or dropped.
@@ -96,12 +111,12 @@ def fit(
     sizes = np.asarray(lengths, dtype=np.int64)
     if not sizes.size:
         raise ValueError("there are no documents to pack; pass a data set with at least one row")
-    _refuse_empty(sizes)
+    _refuse_empty(sizes, first=first)
     long = sizes > capacity
     if overflow == "error" and long.any():
         row = int(long.argmax())
         raise ValueError(
-            f"row {row} has {sizes[row]:,} tokens, but one batch holds {capacity:,} "
+            f"row {first + row} has {sizes[row]:,} tokens, but one batch holds {capacity:,} "
             f"(longctx_group_size x longctx_max_tokens_per_rank); {long.sum():,} of {sizes.size:,} "
             "rows are too long. Raise --longctx_max_tokens_per_rank or --longctx_group_size, or "
             "pass --longctx_overflow split (fragments become documents of their own) or "
@@ -109,7 +124,7 @@ def fit(
         )
     pieces = tuple(
         Piece(document=document, start=start, stop=min(start + capacity, size))
-        for document, size in enumerate(sizes.tolist())
+        for document, size in enumerate(sizes.tolist(), start=first)
         for start in range(0, capacity if overflow == "truncate" else size, capacity)
     )
     cut_documents = int(long.sum())
@@ -209,11 +224,11 @@ def _next_fit(pieces: Sequence[Piece], *, capacity: int) -> list[list[Piece]]:
     return packs
 
 
-def _refuse_empty(sizes: np.ndarray) -> None:
-    empty = np.flatnonzero(sizes < 1)
+def _refuse_empty(sizes: np.ndarray, *, first: int) -> None:
+    empty = first + np.flatnonzero(sizes < 1)
     if empty.size:
-        first = ", ".join(map(str, empty[:5])) + (", ..." if empty.size > 5 else "")
+        some = ", ".join(map(str, empty[:5])) + (", ..." if empty.size > 5 else "")
         raise ValueError(
-            f"{empty.size:,} of {sizes.size:,} documents are empty (row {first}), but a document "
+            f"{empty.size:,} of {sizes.size:,} documents are empty (row {some}), but a document "
             "has at least 1 token; drop them: dataset.filter(lambda row: len(row['input_ids']) > 0)"
         )

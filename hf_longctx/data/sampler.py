@@ -97,6 +97,11 @@ class GroupBatchSampler:
         """
         return self
 
+    def describe(self) -> str:
+        """How an epoch is made, for a log."""
+        packs, groups = len(self._packs), self._groups
+        return f"{packs} packs / {groups} group(s) = {len(self)} batches per epoch"
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator runs."""
         if epoch != self._epoch:  # a data loader sets it two or three times per epoch

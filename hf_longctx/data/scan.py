@@ -1,7 +1,8 @@
-"""A tokenised data set -> the length of each document, every row checked on the way.
+"""A tokenised data set -> its documents, every row checked on the way.
 
 Floor: data. One pass before the first step, so that a bad row stops the run at once and not hours
-into it. Rows hold `input_ids` and, if they like, `labels` and `attention_mask` of the same length.
+into it. Rows hold `input_ids` and, if they like, `labels`, `attention_mask` and target masks of the
+same length, and boundaries of documents; see `documents`.
 """
 
 from __future__ import annotations
@@ -13,22 +14,14 @@ import numpy as np
 from datasets import Dataset
 from tqdm.auto import tqdm
 
+from .documents import BOUNDARIES, MASKS, Documents, Rows, sizes
 from .targets import IGNORE
 
-_COLUMNS = ("input_ids", "labels", "attention_mask")
-_BOUNDARIES = (  # columns that bound documents inside a row, or say which tokens are targets
-    "position_ids", "seq_lengths", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
-    "shift_labels", "completion_mask", "assistant_masks", "loss_mask",
+_COLUMNS = ("input_ids", "labels", "attention_mask", *MASKS, *BOUNDARIES)
+_REFUSED = (  # columns that bound documents or say which tokens are targets, and are not read
+    "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "shift_labels", "loss_mask",
 )  # fmt: skip
 _ROWS_AT_ONCE = 128  # amortises the overhead of a batch; 128 rows of 128K tokens are 128 MiB
-
-
-class Documents(Protocol):
-    """A map-style data set: a `datasets.Dataset`, or any sequence of dicts."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> Any: ...
 
 
 class Fingerprint(Protocol):
@@ -38,48 +31,69 @@ class Fingerprint(Protocol):
 
 
 def scan_documents(
-    dataset: Documents,
+    dataset: Rows,
     *,
     vocab_size: int | None,
     description: str,
     progress: bool = True,
     fingerprint: Fingerprint | None = None,
-) -> np.ndarray:
-    """Check every row and return the tokens of each, `[rows]` int64.
+    ignore_id: int | None = None,
+) -> Documents:
+    """Check every row and find the documents in it.
 
     Args:
-        dataset (`Documents`): The tokenised documents, unpadded.
+        dataset (`Rows`): The tokenised rows, unpadded.
         vocab_size (`int` or `None`): Ids that the model knows, [0, vocab_size); `None` checks only
             that ids are not negative.
         description (`str`): What to call the data set in messages, e.g. `"train_dataset"`.
         progress (`bool`, *optional*, defaults to `True`): Whether to show a bar if the pass takes
             more than 2 seconds.
-        fingerprint (`Fingerprint`, *optional*): Is given every row's ids and labels, so that ranks
+        fingerprint (`Fingerprint`, *optional*): Is given all that every row holds, so that ranks
             can compare the documents they hold.
+        ignore_id (`int`, *optional*): See `Documents`.
 
     Raises:
-        ValueError: No rows; no `input_ids`; ids or labels out of the vocabulary; `labels` or
-            `attention_mask` of another length than `input_ids`; a padded row. Names the row.
+        ValueError: No rows; no `input_ids`; ids or labels out of the vocabulary; a column of
+            another length than `input_ids`; a padded row; boundaries that contradict the row.
+            Names the row.
     """
-    columns = _columns(dataset, description=description)
-    lengths = np.empty(len(dataset), dtype=np.int64)
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{description} is a {type(dataset).__name__} without a length; pass a data set with "
+            "one, or an IterableDataset to stream it"
+        )
+    if not len(dataset):
+        raise ValueError(f"{description} has no rows; pass a data set with at least one document")
+    columns = columns_of(dataset[0], where=f"{description}: row 0")
+    # A transform computes its columns row by row, and another format would switch it off.
+    if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
+        dataset = dataset.with_format("numpy", columns=columns)
+    spans = []
     with tqdm(
         total=len(dataset), desc=f"Scanning {description}", delay=2, disable=not progress
     ) as bar:
-        for start, rows in _batches(dataset, columns=columns, description=description):
-            sizes = _check(rows, start=start, vocab_size=vocab_size, description=description)
-            if fingerprint is not None:
-                fingerprint.update(sizes.tobytes())  # the same ids may be cut otherwise
-                for column in columns:
-                    flat = np.concatenate([np.asarray(row, np.int64) for row in rows[column]])
-                    fingerprint.update(flat.tobytes())
-            lengths[start : start + sizes.size] = sizes
-            bar.update(sizes.size)
+        for start, batch in _batches(dataset, columns=columns, description=description):
+            rows = check_rows(batch, start=start, vocab_size=vocab_size, description=description)
+            for row, values in enumerate(rows, start=start):
+                of_row = sizes(values, where=f"{description}: row {row}")
+                stops = np.cumsum(of_row)
+                spans.append(np.stack([np.full_like(stops, row), stops - of_row, stops], axis=1))
+                if fingerprint is not None:
+                    add_row(fingerprint, values)
+            bar.update(len(rows))
     _refuse_unsteady(dataset, description=description)
-    return lengths
+    return Documents(rows=dataset, spans=np.concatenate(spans), ignore_id=ignore_id)
 
 
-def _refuse_unsteady(dataset: Documents, *, description: str) -> None:
+def add_row(fingerprint: Fingerprint, row: Mapping[str, np.ndarray]) -> None:
+    """Add all that a checked row holds to a fingerprint."""
+    for name in _COLUMNS:
+        values = row.get(name, np.empty(0, np.int64))
+        fingerprint.update(values.size.to_bytes(8, "little"))  # the same ids may be cut otherwise
+        fingerprint.update(values.tobytes())
+
+
+def _refuse_unsteady(dataset: Rows, *, description: str) -> None:
     """Read a few rows twice: ranks that read a document apart must see the same one."""
     for row in sorted({0, len(dataset) // 2, len(dataset) - 1}):
         first, again = (np.asarray(dataset[row]["input_ids"]) for _ in range(2))
@@ -90,80 +104,92 @@ def _refuse_unsteady(dataset: Documents, *, description: str) -> None:
             )
 
 
-def _columns(dataset: Documents, *, description: str) -> list[str]:
-    """Those of `_COLUMNS` that the first row has."""
-    if not hasattr(dataset, "__len__"):
+def columns_of(row: Any, *, where: str) -> list[str]:
+    """The columns of a data set's first row that are read.
+
+    Raises:
+        ValueError: no `input_ids`, or columns that would have to be read and are not.
+    """
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        found = sorted(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise ValueError(
-            f"{description} is a {type(dataset).__name__} without a length, but packing needs the "
-            "length of every document; load it without streaming"
+            f"{where} holds {found}, but packing needs a column input_ids; tokenise first, e.g. "
+            "with hf_longctx.data.chat.tokenize_rows (messages, prompt and completion, text)"
         )
-    if not len(dataset):
-        raise ValueError(f"{description} has no rows; pass a data set with at least one document")
-    first = dataset[0]
-    if not isinstance(first, Mapping) or "input_ids" not in first:
-        found = sorted(first) if isinstance(first, Mapping) else f"a {type(first).__name__}"
-        raise ValueError(
-            f"{description}: row 0 holds {found}, but packing needs a column input_ids; tokenise "
-            "first, e.g. dataset.map(lambda row: tokenizer(row['text']), remove_columns=['text'])"
-        )
-    packed = sorted(name for name in _BOUNDARIES if name in first)
+    packed = sorted(name for name in _REFUSED if name in row)
     if packed:
         raise ValueError(
-            f"{description}: row 0 holds {packed}, boundaries or target masks that are not read; "
-            "give one document per row, with labels (-100 for no target), without these columns"
+            f"{where} holds {packed}, boundaries or target masks that are not read; give one "
+            "document per row, with labels (-100 for no target), or boundaries as seq_lengths, "
+            "without these columns"
         )
-    return [column for column in _COLUMNS if column in first]
+    return [column for column in _COLUMNS if column in row]
 
 
 def _batches(
-    dataset: Documents, *, columns: list[str], description: str
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (first row, column -> its rows) for a few rows at a time."""
-    # A transform computes its columns row by row, and another format would switch it off.
-    if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
-        view = dataset.with_format("numpy", columns=columns)
-        for index, batch in enumerate(view.iter(batch_size=_ROWS_AT_ONCE)):
-            yield index * _ROWS_AT_ONCE, batch
+    dataset: Rows, *, columns: list[str], description: str
+) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
+    """Yield (first row, rows) for a few rows at a time."""
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "numpy":
+        for index, batch in enumerate(dataset.iter(batch_size=_ROWS_AT_ONCE)):
+            each = zip(*(batch[column] for column in columns), strict=True)
+            yield index * _ROWS_AT_ONCE, [dict(zip(columns, row, strict=True)) for row in each]
         return
     for start in range(0, len(dataset), _ROWS_AT_ONCE):
         rows = [dataset[row] for row in range(start, min(start + _ROWS_AT_ONCE, len(dataset)))]
         for offset, row in enumerate(rows):
-            found = [column for column in _COLUMNS if column in row]
-            if found != columns:
-                raise ValueError(
-                    f"{description}: row {start + offset} has {found}, but row 0 has {columns}; "
-                    "give every row the same columns"
-                )
-        yield start, {column: [row[column] for row in rows] for column in columns}
+            same_columns(row, columns, where=f"{description}: row {start + offset}")
+        yield start, rows
 
 
-def _check(
-    batch: dict[str, Any], *, start: int, vocab_size: int | None, description: str
-) -> np.ndarray:
-    """Raise for the first bad row of a batch; return the tokens of each row, `[rows]` int64."""
+def same_columns(row: Mapping[str, Any], columns: list[str], *, where: str) -> None:
+    """Raise ValueError for a row with other columns than the first one."""
+    found = [column for column in _COLUMNS if column in row]
+    if found != columns:
+        raise ValueError(
+            f"{where} has {found}, but row 0 has {columns}; give every row the same columns"
+        )
+
+
+def check_rows(
+    rows: list[Mapping[str, Any]], *, start: int, vocab_size: int | None, description: str
+) -> list[dict[str, np.ndarray]]:
+    """Raise for the first bad row of a few; return what is read of each, int64 arrays `[T]`.
+
+    Args:
+        rows (`list[Mapping]`): With the same columns.
+        start (`int`): Number of the first row.
+        vocab_size (`int` or `None`), description (`str`): See `scan_documents`.
+
+    Raises:
+        ValueError: See `scan_documents`.
+    """
     where = f"{description}: row "
-    arrays = {
-        column: [
-            _integers(values, where=f"{where}{start + row}, {column}")
-            for row, values in enumerate(rows)
-        ]
-        for column, rows in batch.items()
-    }
-    sizes = np.array([ids.size for ids in arrays["input_ids"]], dtype=np.int64)
-    for column, rows in arrays.items():
-        for row, (values, size) in enumerate(zip(rows, sizes, strict=True)):
-            if values.size != size:
+    columns = [column for column in _COLUMNS if column in rows[0]]
+    arrays = [
+        {column: _integers(row[column], where=f"{where}{at}, {column}") for column in columns}
+        for at, row in enumerate(rows, start=start)
+    ]
+    aligned = [column for column in columns if column != "seq_lengths"]
+    for at, row in enumerate(arrays, start=start):
+        for column in aligned:
+            if row[column].size != row["input_ids"].size:
                 raise ValueError(
-                    f"{where}{start + row} has {values.size} {column} for {size} input_ids; both "
-                    "need the same length: make and cut them together"
+                    f"{where}{at} has {row[column].size} {column} for {row['input_ids'].size} "
+                    "input_ids; both need the same length: make and cut them together"
                 )
     top = np.inf if vocab_size is None else vocab_size
     span = "0 or more" if vocab_size is None else f"in [0, {vocab_size}), the model's vocabulary"
-    for column, rows in arrays.items():
-        flat = np.concatenate(rows)
+    for column in aligned:
+        flat = np.concatenate([row[column] for row in arrays])
         if column == "attention_mask":
             bad = flat == 0
             rule = "a packed path takes documents without padding; tokenise with padding=False"
+        elif column in MASKS:
+            bad = (flat != 0) & (flat != 1)
+            rule = "a mask is 1 for targets and 0 for others"
+        elif column == "position_ids":
+            continue  # only its steps are read
         else:
             bad = (flat < 0) | (flat >= top)
             rule = f"ids are {span}; use the tokenizer that belongs to the model"
@@ -171,11 +197,11 @@ def _check(
             bad &= flat != IGNORE
             rule = f"labels are {IGNORE} (no target) or {span}"
         if bad.any():
-            at = int(bad.argmax())
-            row = int(np.searchsorted(np.cumsum(sizes), at, side="right"))
-            token = at - int(sizes[:row].sum())
-            raise ValueError(f"{where}{start + row}, {column}[{token}] is {flat[at]}; {rule}")
-    return sizes
+            at, stops = int(bad.argmax()), np.cumsum([row["input_ids"].size for row in arrays])
+            index = int(np.searchsorted(stops, at, side="right"))
+            token = at - int(stops[index - 1] if index else 0)
+            raise ValueError(f"{where}{start + index}, {column}[{token}] is {flat[at]}; {rule}")
+    return arrays
 
 
 def _integers(values: Any, *, where: str) -> np.ndarray:

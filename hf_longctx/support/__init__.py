@@ -4,9 +4,12 @@ Floor: support. Nothing is ever downgraded in silence.
 """
 
 from .calls import CALL_KEYWORDS, refuse_call
-from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, refuse_model
+from .given import refuse_given
+from .probed import PROBE_RULES
+from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, model_problems, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
+from .wrappers import WRAPPER_RULES, refuse_wrappers
 
 __all__ = [
     "ARGUMENT_RULES",
@@ -14,9 +17,14 @@ __all__ = [
     "MODEL_RULES",
     "NAMES",
     "PLANNED_NAMES",
+    "PROBE_RULES",
+    "WRAPPER_RULES",
     "Rule",
+    "model_problems",
     "refuse_arguments",
     "refuse_call",
+    "refuse_given",
     "refuse_model",
+    "refuse_wrappers",
     "table",
 ]

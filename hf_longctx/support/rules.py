@@ -1,7 +1,7 @@
 """A model's config -> the rules that refuse it.
 
-Floor: support. A rule looks at one thing (a config, training arguments) and gives the value that it
-refuses, or `None`.
+Floor: support. A rule looks at one thing (a config, training arguments, what a probe saw) and gives
+the value that it refuses, or `None`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,13 +13,15 @@ PLANNED_NAMES = ("charm", "zeco_linear", "ulysses")
 
 _NO_INTERFACE = [
     "bloom", "falcon", "mpt", "gpt_neo", "xglm", "rwkv", "rembert", "big_bird", "roformer",
-    "fuyu",
 ]  # fmt: skip
 _RECURRENT = [
     "mamba", "mamba2", "falcon_mamba", "xlstm", "rwkv", "qwen3_next", "qwen3_5", "qwen3_5_moe",
     "kimi_linear", "minimax", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "jamba",
     "lfm2", "lfm2_moe", "zamba", "zamba2", "recurrent_gemma", "olmo_hybrid",
 ]  # fmt: skip
+_RECURRENT_LAYERS = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+_SELECTING = ("index_topk", "index_topk_blocks", "compress_rates", "keep_window_size")
+_CHUNKED_LAYERS = {"chunked_attention"}
 _SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -71,15 +73,27 @@ def _rope_type(config: Any) -> object:
     """`longrope` and `dynamic` choose frequencies from the longest position they see."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for scaling in (given, *(v for v in given.values() if isinstance(v, Mapping))):
-        kind = scaling.get("rope_type", scaling.get("type"))
-        if kind in ("longrope", "dynamic"):
+        kind = str(scaling.get("rope_type", scaling.get("type")))
+        if kind == "longrope" or "dynamic" in kind:  # as Transformers tells them apart
             return f"rope_type={kind}"
     return None
 
 
-def _other_layers(config: Any) -> object:
-    kinds = set(getattr(config, "layer_types", None) or ()) - _SOFTMAX_LAYERS
-    return f"layer_types {sorted(kinds)}" if kinds else None
+def _layer_types(config: Any, known: Callable[[str], bool]) -> object:
+    kinds = sorted(kind for kind in set(getattr(config, "layer_types", None) or ()) if known(kind))
+    return f"layer_types {kinds}" if kinds else None
+
+
+def _recurrent(config: Any) -> object:
+    found = _model_type(_RECURRENT)(config)
+    return found or _layer_types(config, _RECURRENT_LAYERS.__contains__)
+
+
+def _selected_keys(config: Any) -> object:
+    """Layers whose queries see chosen, compressed or pooled keys."""
+    elsewhere = _SOFTMAX_LAYERS | _RECURRENT_LAYERS | _CHUNKED_LAYERS
+    found = _layer_types(config, lambda kind: kind not in elsewhere)
+    return found or _field(*_SELECTING)(config)
 
 
 WITH_SDPA = "train it with attn_implementation='sdpa' for now"
@@ -93,7 +107,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "recurrent layers",
-        lambda config: _model_type(_RECURRENT)(config) or _other_layers(config),
+        _recurrent,
         "linear-attention and state-space layers would leak across documents and restart at ranks",
         "wait for attn_implementation='zeco_linear' with --longctx_softmax",
     ),
@@ -112,9 +126,28 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule("chunked attention", _field("attention_chunk_size"), "not built yet", WITH_SDPA),
     Rule(
+        "sparse or compressed keys",
+        _selected_keys,
+        "an indexer chooses, compresses or pools keys of the whole document, which one rank does "
+        "not hold",
+        WITH_SDPA,
+    ),
+    Rule(
+        "encoder-decoder",
+        _field("is_encoder_decoder"),
+        "its cross-attention reads keys that are not the batch's documents",
+        "use a decoder-only model",
+    ),
+    Rule(
         "attention dropout",
-        _field("attention_dropout", "attn_pdrop"),
+        _field("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
         "a recomputed or moved task would draw another mask",
+        "set it to 0.0",
+    ),
+    Rule(
+        "layer dropping",
+        _field("layerdrop", "decoder_layerdrop"),
+        "ranks would skip different layers and wait for each other's exchanges",
         "set it to 0.0",
     ),
     Rule(
@@ -123,7 +156,31 @@ MODEL_RULES: tuple[Rule, ...] = (
         "it is no mean over tokens, so it cannot be summed over ranks",
         "set output_router_logits=False",
     ),
+    Rule(
+        "router noise",
+        _field("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
+        "each rank would draw its own, so no single process computes the same",
+        "set it to 0.0",
+    ),
+    Rule(
+        "attention weights",
+        _field("output_attentions"),
+        "they are never formed",
+        "set output_attentions=False, or use attn_implementation='eager' to look at them",
+    ),
 )
+
+
+def model_problems(config: Any) -> list[tuple[Rule, object]]:
+    """The rules that refuse a model, each with the value that it refuses.
+
+    Args:
+        config: A Transformers config; its text config is looked at where it has one.
+    """
+    get_text = getattr(config, "get_text_config", None)
+    text = get_text(decoder=True) if get_text else config
+    found = ((rule, rule.found(text)) for rule in MODEL_RULES)
+    return [(rule, value) for rule, value in found if value is not None]
 
 
 def refuse_model(config: Any, *, name: str) -> None:
@@ -136,11 +193,7 @@ def refuse_model(config: Any, *, name: str) -> None:
     Raises:
         ValueError: with every rule that applies.
     """
-    get_text = getattr(config, "get_text_config", None)
-    text = get_text(decoder=True) if get_text else config
-    problems = [
-        rule.message(value) for rule in MODEL_RULES if (value := rule.found(text)) is not None
-    ]
+    problems = [rule.message(value) for rule, value in model_problems(config)]
     if name in PLANNED_NAMES:
         problems.insert(0, f"attn_implementation={name!r} is not built yet; use one of {NAMES}")
     elif name not in NAMES:

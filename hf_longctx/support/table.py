@@ -3,8 +3,10 @@
 Floor: support.
 """
 
+from .probed import PROBE_RULES
 from .rules import MODEL_RULES, NAMES
 from .training import ARGUMENT_RULES
+from .wrappers import WRAPPER_RULES
 
 
 def table() -> str:
@@ -17,11 +19,12 @@ def table() -> str:
         "sliding window, alone or mixed with full layers",
         "softcap, attention sinks, value heads of another size",
         "activation checkpointing (re-entrant and not)",
+        "DDP, native FSDP2 (`DistributedConfig(fsdp_size=N)`), DeepSpeed ZeRO 0, 1, 2",
         "padding masks, caches and `generate` (local)",
         "float32, bf16, float64 on CPU with gloo",
     )
     lines += [f"| {feature} |" + " yes |" * len(NAMES) + " |" for feature in works]
-    for rule in (*MODEL_RULES, *ARGUMENT_RULES):
+    for rule in (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES, *WRAPPER_RULES):
         why = f"{rule.rule}; {rule.remedy}"
         lines.append(f"| {rule.feature} |" + " refused |" * len(NAMES) + f" {why} |")
     return "\n".join(lines)

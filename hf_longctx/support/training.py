@@ -35,9 +35,47 @@ def _batch_size(arguments: Any) -> object:
     return None
 
 
+def _losses_in_metrics(arguments: Any) -> object:
+    wanted = getattr(arguments, "include_for_metrics", ())
+    return f"include_for_metrics={wanted}" if "loss" in wanted else None
+
+
+# What a DeepSpeed configuration may set: each leaves losses, gradients and steps as they are.
+_DEEPSPEED_KEYS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping", "bf16", "fp16", "zero_optimization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "checkpoint",
+}  # fmt: skip
+
+
+def _deepspeed(arguments: Any) -> object:
+    """The first part of a DeepSpeed configuration that is not known to be exact."""
+    plugin, given = (getattr(arguments, x, None) for x in ("deepspeed_plugin", "deepspeed"))
+    config = plugin.deepspeed_config if plugin else given
+    if not isinstance(config, dict):  # a file, before the plugin has read it
+        return None
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage", 0) not in (0, 1, 2):
+        return f"zero_optimization.stage={zero['stage']}"
+    for part in ("offload_optimizer", "offload_param"):
+        device = (zero.get(part) or {}).get("device", "none")
+        if device != "none":
+            return f"zero_optimization.{part}.device={device}"
+    if config.get("fp16", {}).get("enabled") is True:
+        return "fp16.enabled=True"
+    others = sorted(config.keys() - _DEEPSPEED_KEYS)
+    return f"deepspeed keys {others}" if others else None
+
+
 def _too_many_devices(arguments: Any) -> object:
     devices = getattr(arguments, "n_gpu", 0)
     return f"{devices} devices in one process" if devices > 1 else None
+
+
+def _wrapped(arguments: Any) -> object:
+    packs = getattr(arguments, "packing", False) or getattr(arguments, "eval_packing", False)
+    strategy = getattr(arguments, "packing_strategy", None)
+    return f"packing_strategy={strategy}" if packs and strategy == "wrapped" else None
 
 
 ARGUMENT_RULES: tuple[Rule, ...] = (
@@ -84,6 +122,24 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "use random or sequential",
     ),
     Rule(
+        "metrics of each batch",
+        _unless("batch_eval_metrics", False),
+        "a batch holds parts of several documents, so metrics are computed of the whole set",
+        "leave it at False and reduce logits in preprocess_logits_for_metrics",
+    ),
+    Rule(
+        "predictions as lists",
+        _unless("eval_do_concat_batches", True),
+        "predictions are put together by document, not by batch",
+        "leave it at True",
+    ),
+    Rule(
+        "losses in metrics",
+        _losses_in_metrics,
+        "losses are summed over packs, not kept by document",
+        "compute them from predictions and labels in compute_metrics",
+    ),
+    Rule(
         "NEFTune",
         _unless("neftune_noise_alpha", None, 0, 0.0),
         "its noise is scaled by the rows of a rank, not by a document's length",
@@ -96,16 +152,22 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "use bf16=True",
     ),
     Rule(
+        "wrapped packing",
+        _wrapped,
+        "it cuts anywhere and keeps no boundaries, so documents would see each other",
+        "use bfd_split or bfd, or no packing: hf_longctx packs by itself",
+    ),
+    Rule(
         "torch.compile",
         _unless("torch_compile", False),
         "exchanges cannot be traced yet",
         "leave it at False",
     ),
     Rule(
-        "DeepSpeed",
-        _unless("deepspeed", None),
-        "not tested yet, and its backward may step on its own",
-        "use DDP",
+        "DeepSpeed beyond ZeRO 0, 1 and 2",
+        _deepspeed,
+        "only those stages, without offloading and optimizers of DeepSpeed, are shown to be exact",
+        "set zero_optimization.stage to 0, 1 or 2, leave the rest out, and choose --optim",
     ),
 )
 

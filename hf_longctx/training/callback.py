@@ -24,31 +24,24 @@ class LongCtxCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log groups, packs, steps, and what overflow did."""
+        """Log groups, packs and steps."""
         if not state.is_world_process_zero:
             return
-        group, sampler = self.trainer.longctx_group, self.trainer.longctx_sampler
-        budget = group.size * args.longctx_max_tokens_per_rank
-        accumulation = args.gradient_accumulation_steps
+        group = self.trainer.longctx_group
         logger.info(
             "%s: %d trainers = %d group(s) of %d ranks; a batch holds %d x %d = %d tokens; "
-            "%d packs / %d group(s) = %d batches per epoch, accumulated %d at a time, %d steps",
+            "%s, accumulated %d at a time, %d steps",
             self.trainer.longctx_attention,
             group.trainers,
             group.groups,
             group.size,
             group.size,
             args.longctx_max_tokens_per_rank,
-            budget,
-            len(sampler.packs),
-            group.groups,
-            len(sampler),
-            accumulation,
+            group.size * args.longctx_max_tokens_per_rank,
+            self.trainer.longctx_sampler.describe(),
+            args.gradient_accumulation_steps,
             state.max_steps,
         )
-        report = sampler.report
-        changed = report.split_documents or report.truncated_documents
-        logger.log(logging.WARNING if changed else logging.INFO, "documents: %s", report.summary())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the table of steps."""

@@ -3,7 +3,11 @@
 Floor: training.
 """
 
+import atexit
+import ctypes
 import os
+import signal
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -62,16 +66,42 @@ def find_group(arguments: Any) -> Group:
     return Group(trainers=trainers, size=size, index=rank // size, rank=rank % size)
 
 
-def join(group: Group) -> Runtime:
-    """This process's runtime: every trainer builds the groups' channels in one order."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_launcher() -> None:
+    """Have Linux end this process when its launcher is killed, which could not end it any more.
+
+    Only under torchrun's agent (`accelerate launch` too), which is the parent and outlives its
+    ranks: elsewhere the parent may be a shell that leaves a run behind on purpose.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def join(group: Group, *, default_seconds: float) -> Runtime:
+    """This process's runtime: every trainer builds the groups' channels in one order.
+
+    Args:
+        group (`Group`): Where this process is.
+        default_seconds (`float`): Longest wait in the default group, whose gloo time-out Trainer
+            leaves at 30 minutes on the CPU. An exchange waits at most half as long: the error of a
+            lost peer is to come from there, where it names the peer.
+    """
+    end_with_launcher()
+    if group.trainers > 1 and dist.get_backend() == "gloo":
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.set_timeout(timedelta(seconds=default_seconds))
     if group.size == 1:
         return Runtime()
+    seconds = min(EXCHANGE_SECONDS, default_seconds / 2)
     mine: dist.ProcessGroup | None = None
     for index in range(group.groups):
         members = list(range(index * group.size, (index + 1) * group.size))
-        timeout = timedelta(seconds=EXCHANGE_SECONDS)
-        made = dist.new_group(members, backend="gloo", timeout=timeout)
+        made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
         if index == group.index:
             mine = made
     assert mine is not None
-    return Runtime(channel=GlooChannel(mine))
+    channel = GlooChannel(mine, timeout=seconds)
+    atexit.register(channel.close)
+    return Runtime(channel=channel)

@@ -4,17 +4,32 @@ Floor: training.
 """
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..arguments import LongCtxArguments
 from ..data.collator import LongCtxCollator, PackDataset
+from ..data.documents import Documents
 from ..data.sampler import GroupBatchSampler
 from ..data.scan import scan_documents
+from ..data.stream import PackStream
 from .groups import Group
+
+_PEEK = 8  # rows of a stream that trainers compare before the first step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scanned:
+    """A data set, kept with its id, and what the scan found."""
+
+    dataset: Any
+    documents: Documents
 
 
 class Loaders:
@@ -25,35 +40,72 @@ class Loaders:
         group (`Group`): The ranks that share this process's batches.
         accelerator: Where batches go, and how trainers compare their data.
         vocab_size (`int`): Ids that the model knows.
+        ignore_id (`int`, *optional*): In documents without labels, the id that is no target; see
+            `data.documents.Documents`.
     """
 
-    def __init__(self, arguments: Any, group: Group, *, accelerator: Any, vocab_size: int) -> None:
+    def __init__(
+        self,
+        arguments: Any,
+        group: Group,
+        *,
+        accelerator: Any,
+        vocab_size: int,
+        ignore_id: int | None = None,
+    ) -> None:
         self.arguments, self.group = arguments, group
-        self.accelerator, self.vocab_size = accelerator, vocab_size
-        self._scanned: dict[int, tuple[Any, np.ndarray]] = {}  # a data set is kept with its id
+        self.accelerator, self.vocab_size, self.ignore_id = accelerator, vocab_size, ignore_id
+        self._scanned: dict[int, _Scanned] = {}
+        self._streams: dict[int, Any] = {}  # compared among the trainers
 
     @property
     def budget(self) -> int:
         """Tokens that one batch of a group can hold."""
         return int(self.group.size * self.arguments.longctx_max_tokens_per_rank)
 
-    def sampler(self, dataset: Any, *, training: bool) -> GroupBatchSampler:
-        """The packs of this rank's group.
+    def compare(self, datasets: Mapping[str, Any]) -> None:
+        """Refuse data sets that only some trainers hold, before any waits for another's scan.
+
+        Args:
+            datasets (`Mapping[str, Any]`): By name; `None` where this trainer has none.
+
+        Raises:
+            ValueError: with the names on each trainer.
+        """
+        mine = [name for name, dataset in datasets.items() if dataset is not None]
+        everyone = gather_object([mine])
+        if any(names != mine for names in everyone):
+            raise ValueError(
+                f"the trainers hold different data sets, in rank order {everyone}; give every "
+                "process the same train_dataset and eval_dataset"
+            )
+
+    def source(
+        self, dataset: Any, *, training: bool, description: str | None = None
+    ) -> GroupBatchSampler | PackStream:
+        """The packs of this rank's group, from a data set with a length or from a stream.
+
+        Args:
+            dataset: Rows; see `scan_documents`.
+            training (`bool`): Whether packs are shuffled, and a stream starts again at its end.
+            description (`str`, *optional*): What to call the data set in messages.
 
         Raises:
             ValueError: for anything wrong with the data; see `scan_documents` and `packing.fit`.
         """
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"{type(dataset).__name__} has no length: streaming is not built yet; pass a data "
-                "set with one"
-            )
-        if id(dataset) not in self._scanned:
-            name = "train_dataset" if training else "eval_dataset"
-            self._scanned[id(dataset)] = dataset, self._scan(dataset, name=name)
+        name = description or ("train_dataset" if training else "eval_dataset")
+        if isinstance(dataset, IterableDataset):
+            return self._stream(dataset, training=training, name=name)
+        return self._sampler(dataset, training=training, name=name)
+
+    def _sampler(self, dataset: Any, *, training: bool, name: str) -> GroupBatchSampler:
+        new = id(dataset) not in self._scanned
+        if new:
+            documents = self._scan(dataset, name=name)
+            self._scanned[id(dataset)] = _Scanned(dataset=dataset, documents=documents)
         arguments = self.arguments
-        return GroupBatchSampler(
-            self._scanned[id(dataset)][1],
+        sampler = GroupBatchSampler(
+            self._scanned[id(dataset)].documents.lengths,
             capacity=self.budget,
             overflow=arguments.longctx_overflow,
             balance=arguments.longctx_balance,
@@ -62,47 +114,97 @@ class Loaders:
             seed=arguments.data_seed if arguments.data_seed is not None else arguments.seed,
             shuffle=training and arguments.train_sampling_strategy == "random",
         )
+        if new and arguments.process_index == 0:
+            sampler.report.log(name)
+        return sampler
 
-    def _scan(self, dataset: Any, *, name: str) -> np.ndarray:
-        """Tokens of each document; every trainer must hold the same ones."""
+    def _stream(self, dataset: Any, *, training: bool, name: str) -> PackStream:
+        arguments = self.arguments
+        if arguments.dataloader_num_workers > 1:
+            raise ValueError(
+                f"dataloader_num_workers={arguments.dataloader_num_workers} would each read all of "
+                f"the stream {name} and repeat its documents; use 0 or 1"
+            )
+        if getattr(dataset, "_distributed", None) is not None:
+            raise ValueError(
+                f"{name} is split by node, but every rank reads the whole stream and takes its "
+                "part of each pack; leave out datasets.distributed.split_dataset_by_node"
+            )
+        for field in ("eval_strategy", "save_strategy", "logging_strategy") if training else ():
+            if getattr(arguments, field) == "epoch":
+                raise ValueError(
+                    f"{field}=epoch with a stream: a stream is one epoch of max_steps steps, "
+                    "however often it starts again; use steps"
+                )
+        stream = PackStream(
+            dataset,
+            capacity=self.budget,
+            overflow=arguments.longctx_overflow,
+            balance=arguments.longctx_balance,
+            groups=self.group.groups,
+            group=self.group.index,
+            lookahead=arguments.longctx_lookahead,
+            vocab_size=self.vocab_size,
+            ignore_id=self.ignore_id,
+            description=name,
+            endless=training,
+            log=arguments.process_index == 0,
+        )
+        if id(dataset) not in self._streams:
+            self._compare(stream.peek(_PEEK), size=0, name=name)
+            self._streams[id(dataset)] = dataset
+        return stream
+
+    def _scan(self, dataset: Any, *, name: str) -> Documents:
+        """The documents of a data set; every trainer must hold the same ones."""
         fingerprint = hashlib.blake2b(digest_size=8)
-        lengths = scan_documents(
+        documents = scan_documents(
             dataset,
             vocab_size=self.vocab_size,
             description=name,
             progress=self.arguments.process_index == 0,
             fingerprint=fingerprint,
+            ignore_id=self.ignore_id,
         )
         number = int.from_bytes(fingerprint.digest(), "little") >> 1
-        mine = torch.tensor([number, len(lengths)], device=self.accelerator.device)
+        self._compare(number, size=len(dataset), name=name)
+        return documents
+
+    def _compare(self, fingerprint: int, *, size: int, name: str) -> None:
+        """Raise where trainers hold different data; a collective call."""
+        mine = torch.tensor([fingerprint, size], device=self.accelerator.device)
         everyone = self.accelerator.gather(mine[None])
         if bool((everyone != mine).any()):
+            rows = f" (rows {everyone[:, 1].tolist()})" if size else ""
             raise ValueError(
-                f"{name} differs between the trainers (rows {everyone[:, 1].tolist()}): ranks of a "
-                "group would train on parts of different documents; give every process the same "
-                "data, in the same order"
+                f"{name} differs between the trainers{rows}: ranks of a group would train on parts "
+                "of different documents; give every process the same data, in the same order"
             )
-        return lengths
 
     def loader(self, dataset: Any, *, name: str, training: bool) -> DataLoader[Any]:
         """A data loader of packs: this rank's rows of each.
 
         Args:
-            dataset: Documents, as rows of `input_ids` and optional `labels`.
+            dataset: Rows of `input_ids` and optional `labels`; see `scan_documents`.
             name (`str`): The attention name, which chooses the layout.
-            training (`bool`): Whether packs are shuffled.
+            training (`bool`): See `source`.
         """
         arguments = self.arguments
         collator = LongCtxCollator(
             rank=self.group.rank,
             ranks=self.group.size,
-            layout=arguments.layout_for(name),
+            layout=LongCtxArguments.layout_for(arguments, name),  # fields may be attached
             tolerance=arguments.longctx_tolerance,
             budget=self.budget,
         )
+        source = self.source(dataset, training=training)
+        if isinstance(source, PackStream):
+            packs: dict[str, Any] = {"dataset": source, "batch_size": 1}
+        else:
+            documents = self._scanned[id(dataset)].documents
+            packs = {"dataset": PackDataset(documents), "batch_sampler": source}
         loader: DataLoader[Any] = DataLoader(
-            PackDataset(dataset),
-            batch_sampler=self.sampler(dataset, training=training),  # type: ignore[arg-type]
+            **packs,
             collate_fn=collator,
             num_workers=arguments.dataloader_num_workers,
             persistent_workers=arguments.dataloader_persistent_workers,
@@ -111,7 +213,7 @@ class Loaders:
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
             device=self.accelerator.device,
-            num_processes=1,  # the sampler is sharded already
+            num_processes=1,  # the packs are those of this group already
             process_index=0,
             put_on_device=True,
             dispatch_batches=False,

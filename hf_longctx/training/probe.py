@@ -1,85 +1,136 @@
 """A model and a name -> a tiny forward that shows whether the model really does what we rely on.
 
-Floor: training. Three tokens, no exchange, before the first step: does attention reach our hook
-with the batch object, does the loss take `shift_labels`, do positions matter?
+Floor: training. Five tokens, no exchange, before the first step: does attention reach our hook
+with the batch object, is the loss a sum over `shift_labels`, do positions matter, does anything
+beside attention see the neighbouring document?
 """
 
 import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ..data.batch import KEY, LongCtxBatch
 from ..data.targets import IGNORE
 from ..plan.layout import cut
 from ..runtime.binding import Runtime
+from ..support.probed import (
+    BYPASSED,
+    IGNORES_POSITIONS,
+    IGNORES_TARGETS,
+    NEIGHBOURS,
+    NO_KEYWORDS,
+    OTHER_LOSS,
+    OTHER_POSITIONS,
+    REPEATED,
+    TENSOR_PARALLEL,
+)
+
+COUNT = 4  # what the loss of one target is divided by
 
 
 def probe(model: Any, *, name: str) -> None:
     """Refuse a model that would take our inputs and ignore some of them.
 
     Args:
-        model: A Transformers causal language model, before any wrapper.
+        model: A Transformers causal language model under `name`, before any wrapper but PEFT's.
         name (`str`): Its attention name.
 
     Raises:
-        ValueError: naming the model's class and what it ignores.
+        ValueError: naming the model's class and what it ignores; see `support.probed`.
     """
     of = type(model).__name__
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        raise ValueError(
+            f"{of} with {adapter.peft_type.value} puts virtual tokens before a row, which is not "
+            "where a document begins; use an adapter of weights, such as LoRA"
+        )
     forward = inspect.signature(model.forward).parameters.values()
     if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in forward):
-        raise ValueError(
-            f"{of}.forward takes no **kwargs, so documents cannot reach its attention; use a model "
-            "class whose forward passes keyword arguments on"
-        )
-    training = model.training
-    model.eval()
+        raise ValueError(NO_KEYWORDS.message(f"{of}.forward takes no **kwargs"))
+    size = getattr(model, "tp_size", None) or 1
+    if size > 1:
+        raise ValueError(TENSOR_PARALLEL.message(f"tp_size={size}"))
+    if getattr(model, "accepts_loss_kwargs", True) is False:
+        raise ValueError(OTHER_LOSS.message(f"{of}.accepts_loss_kwargs=False"))
+    modes = [(part, part.training) for part in model.modules()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             _probe(model, of, name)
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"{of} fails under {name} on three tokens ({type(error).__name__}: {error}); train it "
+            f"{of} fails under {name} on five tokens ({type(error).__name__}: {error}); train it "
             "with attn_implementation='sdpa'"
         ) from error
     finally:
-        model.train(training)
+        for part, training in modes:
+            part.training = training
 
 
 def _probe(model: Any, of: str, name: str) -> None:
-    device = next(model.parameters()).device
-    batch = LongCtxBatch(cut([3], ranks=1, layout="contiguous"), 0, runtime=Runtime())
     config = model.config.get_text_config(decoder=True)
-    # three different ones: among equal values, attention weights (and so positions) do not matter
-    tokens = torch.arange(3, device=device)[None] % config.vocab_size
-    inputs = {
+    # different ones: among equal values, attention weights (and so positions) do not matter
+    before, document, after = (
+        torch.tensor(ids, device=next(model.parameters()).device) % config.vocab_size
+        for ids in ((3, 4), (0, 1, 2), (6, 5))
+    )
+    second = _inputs(before, document)
+    model.train()  # attention dropout shows here alone; the other comparisons are without
+    output = model(**second)
+    model.eval()
+    layers, account = config.num_hidden_layers, second[KEY].runtime.account
+    calls = f"{of} has {layers} layers but called {name} {account.calls} times for its documents"
+    if account.calls > len(account.layers):
+        raise ValueError(REPEATED.message(calls))
+    if account.calls != layers:
+        raise ValueError(BYPASSED.message(calls))
+    if float(output.loss) > 0:
+        loss = f"{of} ignores shift_labels: its loss over no target is {float(output.loss)}, not 0"
+        raise ValueError(IGNORES_TARGETS.message(loss))
+
+    first = _inputs(document, after)
+    first["shift_labels"][0, 0] = document[1]
+    alone = model(**first)
+    expected = float(cross_entropy(alone.logits[0, 0].float(), document[1])) / COUNT
+    if not abs(float(alone.loss) - expected) <= 1e-3 * abs(expected):  # also NaN
+        loss = f"{of}'s loss over one target of {COUNT} is {float(alone.loss)}, not {expected}"
+        raise ValueError(OTHER_LOSS.message(loss))
+    here = alone.logits[0, : len(document)]
+    moved = _difference(model(**_inputs(before, document)).logits[0, len(before) :], here)
+    if moved:
+        logits = f"{of}'s logits move by {moved:.1g} of the largest with the documents beside"
+        raise ValueError(NEIGHBOURS.message(logits))
+
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32, device=document.device)
+    apart = {**first, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    del apart[KEY]  # it would refuse positions that are not its own
+    apart["position_ids"] = 2 * first["position_ids"]
+    if torch.equal(model(**apart).logits, alone.logits):
+        raise ValueError(IGNORES_POSITIONS.message(f"{of} ignores position_ids"))
+    del apart["position_ids"]
+    if _difference(model(**apart).logits[0, : len(document)], here):
+        raise ValueError(OTHER_POSITIONS.message(f"{of} without position_ids gives other logits"))
+
+
+def _difference(logits: Tensor, right: Tensor) -> float:
+    """Largest difference, relative to the largest logit; 0 where it is rounding."""
+    error = float((logits - right).float().abs().max() / right.float().abs().max())
+    return error if error > (1e-4 if right.dtype.itemsize > 2 else 0.05) else 0.0
+
+
+def _inputs(*documents: Tensor) -> dict[str, Any]:
+    """Two documents as a batch of one rank, without targets."""
+    layout = cut([len(ids) for ids in documents], ranks=1, layout="contiguous")
+    tokens = torch.cat(documents)[None]
+    return {
         "input_ids": tokens,
         "labels": tokens,
         "shift_labels": torch.full_like(tokens, IGNORE),
-        "num_items_in_batch": torch.ones((), device=device),
+        "position_ids": torch.from_numpy(layout.positions(0)).to(tokens.device)[None],
+        "num_items_in_batch": torch.tensor(COUNT, device=tokens.device),
         "use_cache": False,
-        KEY: batch,
+        KEY: LongCtxBatch(layout, 0, runtime=Runtime()),
     }
-    positions = torch.arange(3, device=device)[None]
-    output = model(**inputs, position_ids=positions)
-    layers, called = config.num_hidden_layers, batch.runtime.account.calls
-    if called != layers:
-        raise ValueError(
-            f"{of} has {layers} layers but called {name} {called} times with its batch object: "
-            "some attention bypasses the interface or drops keyword arguments; train it with its "
-            "own attention"
-        )
-    if float(output.loss) != 0.0:
-        raise ValueError(
-            f"{of} ignores shift_labels: its loss over no target is {float(output.loss)}, not 0; "
-            "targets across ranks would be lost, so use a model whose loss takes shift_labels"
-        )
-    bounds = torch.tensor([0, 3], dtype=torch.int32, device=device)
-    apart = {**inputs, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    del apart[KEY]  # it would refuse positions that are not its own
-    spread = model(**apart, position_ids=2 * positions)
-    if torch.equal(output.logits, spread.logits):
-        raise ValueError(
-            f"{of} ignores position_ids, so a document cut over ranks would be numbered anew on "
-            "each; use a model that takes positions from its input"
-        )

@@ -4,8 +4,10 @@ Floor: training.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
+
+import torch
 
 from ..data.batch import LongCtxBatch
 from ..plan.cost import LayerKind
@@ -43,6 +45,21 @@ class StepReport:
             self.busiest_before += layers * float(plan.work(balanced=False).max())
             self.busiest_after += layers * float(work.max())
             self.mean += layers * float(work.mean())
+
+    def of_all_groups(self, accelerator: Any, *, ranks: int) -> "StepReport":
+        """Sums over the groups, with the busiest rank of any; a collective call of all trainers.
+
+        Args:
+            accelerator: Gathers over the trainers.
+            ranks (`int`): Ranks of a group, which all report the same.
+        """
+        mine = torch.tensor(astuple(self), dtype=torch.float64, device=accelerator.device)
+        columns = accelerator.gather(mine[None])[::ranks].T.cpu()
+        tokens, budget, spanning = (int(column.sum()) for column in columns[:3])
+        before, after, mean = columns[3:]
+        return StepReport(
+            tokens, budget, spanning, float(before.max()), float(after.max()), float(mean.mean())
+        )
 
     def logs(self) -> dict[str, float]:
         """Log entries: tokens, fill, and attention max/mean before and after balancing."""

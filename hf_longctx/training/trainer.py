@@ -1,37 +1,35 @@
 """`Trainer` over batches that a group of ranks shares: a cooperative mixin and a ready class.
 
 Floor: training. The mixin builds the data loaders (documents in, packs out), binds this process's
-channel to each batch, and weighs the evaluation loss by tokens. Trainer's own loss arithmetic is
-exact here: every rank gives `labels` and `shift_labels` of different tokens, and the count is
-global.
+channel to each batch. Trainer's own loss arithmetic is exact here: every rank gives `labels` and
+`shift_labels` of different tokens, and the count is global. Evaluation is in `evaluation`.
 """
 
-import logging
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
 from ..data.sampler import GroupBatchSampler
-from ..support import NAMES, refuse_arguments, refuse_model
+from ..data.stream import PackStream
+from ..support import NAMES, refuse_arguments, refuse_given, refuse_model, refuse_wrappers
 from .callback import LongCtxCallback
+from .collators import leave_out
+from .evaluation import EvaluationMixin
 from .groups import find_group, join
 from .loaders import Loaders
-from .loss import TokenWeightedLoss
+from .loss import refuse_other_losses
+from .positions import position_limit, refuse_longer
 from .probe import probe
 from .report import StepReport, summary
-
-logger = logging.getLogger(__name__)
-_Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
+from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
 
 
-class LongCtxTrainerMixin(_Base):
+class LongCtxTrainerMixin(EvaluationMixin):
     """Makes a Trainer whose loss is a sum over tokens run on shared batches.
 
     Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model carries
@@ -43,52 +41,62 @@ class LongCtxTrainerMixin(_Base):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse_collator(args, kwargs)
+        args, kwargs, collator = _without_collator(args, kwargs)
+        ignored = leave_out(collator)
         super().__init__(*args, **kwargs)
-        if type(self).compute_loss is not Trainer.compute_loss:
-            raise ValueError(
-                f"{type(self).__name__}.compute_loss is overridden: it would see one rank's labels "
-                "and count; leave it out and use the model's own loss"
-            )
-        if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
-            raise ValueError(
-                "compute_metrics would see one rank's rows in layout order, with labels of other "
-                "documents beside them; leave it out and use eval_loss"
-            )
+        refuse_other_losses(self)
         if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func would see one rank's labels and shift them again; leave it out "
                 "and use the model's own loss"
             )
-        if not hasattr(self.args, "longctx_max_tokens_per_rank"):
-            raise ValueError(
-                f"args is a {type(self.args).__name__} without longctx_* fields; use "
-                "LongCtxTrainingArguments"
-            )
+        self._longctx_arguments()
         refuse_arguments(self.args)
+        refuse_given(self.model, train_dataset=self.train_dataset)
         self.longctx_group = find_group(self.args)
+        refuse_wrappers(self)
         self.longctx_loaders = Loaders(
             self.args,
             self.longctx_group,
             accelerator=self.accelerator,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+            ignore_id=ignored,
         )
         self._report = StepReport()
         self._spanning = 0
         self._logged = torch.zeros(2, dtype=torch.float64)  # `_exchanged` at the last log
-        self._evaluated: TokenWeightedLoss | None = None
+        self.args.longctx_trainers = self.longctx_group.trainers
         if self.longctx_attention in NAMES:
             self._adopt()
         else:
             self._restore_name(self.args, source="the training arguments")
+        self._position_limit = position_limit(self.model)
         self._check_data()
-        self.longctx_runtime = join(self.longctx_group)
+        self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
         self.add_callback(LongCtxCallback(self))
+
+    def _build_accelerator_args(self, **kwargs: Any) -> Any:
+        """As Trainer's; a PEFT model may recompute under DDP like any other.
+
+        Trainer lets DDP look for unused parameters there, which ends a re-entrant recompute.
+        """
+        if self.args.activation_checkpointing and self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = False
+        return super()._build_accelerator_args(**kwargs)
 
     @property
     def longctx_attention(self) -> str:
         """The model's attention name."""
         return str(self.model.config._attn_implementation)
+
+    def _longctx_arguments(self) -> None:
+        """Check that the training arguments have the `longctx_*` fields."""
+        if not hasattr(self.args, "longctx_max_tokens_per_rank"):
+            raise ValueError(
+                f"args is a {type(self.args).__name__} without longctx_* fields; use "
+                "LongCtxTrainingArguments, or start the script with `accelerate launch -m "
+                "hf_longctx.run`"
+            )
 
     def _adopt(self) -> None:
         """Refuse or accept the model under its name; keep the name for a resume."""
@@ -99,18 +107,32 @@ class LongCtxTrainerMixin(_Base):
                 "be a mean over all trainers' tokens; use a model whose loss takes it"
             )
         probe(self.model, name=self.longctx_attention)
-        if hasattr(self.args, "longctx_attention"):
-            self.args.longctx_attention = self.longctx_attention
+        self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:
         """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
-        self.longctx_sampler: GroupBatchSampler | None = None
-        if self.train_dataset is not None:
-            self.longctx_sampler = self.longctx_loaders.sampler(self.train_dataset, training=True)
+        self.longctx_sampler: GroupBatchSampler | PackStream | None = None
         given = self.eval_dataset
-        for dataset in given.values() if isinstance(given, dict) else [given]:
+        named = (
+            {f"eval_dataset[{k!r}]": v for k, v in given.items()}
+            if isinstance(given, dict)
+            else {"eval_dataset": given}
+        )
+        self.longctx_loaders.compare({"train_dataset": self.train_dataset, **named})
+        if self.train_dataset is not None:
+            self.longctx_sampler = self._source(self.train_dataset, name="train_dataset")
+        for name, dataset in named.items():
             if dataset is not None:
-                self.longctx_loaders.sampler(dataset, training=False)
+                self._source(dataset, name=name)
+
+    def _source(self, dataset: Any, *, name: str) -> GroupBatchSampler | PackStream:
+        source = self.longctx_loaders.source(
+            dataset, training=name == "train_dataset", description=name
+        )
+        if isinstance(source, GroupBatchSampler):  # a stream's documents are checked as they come
+            lengths = (piece.length for pack in source.packs for piece in pack)
+            refuse_longer(lengths, limit=self._position_limit)
+        return source
 
     def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
         if self.longctx_attention not in NAMES:
@@ -142,23 +164,23 @@ class LongCtxTrainerMixin(_Base):
         return self._loader(test_dataset, training=False)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; a resumed run takes its attention name from the checkpoint's arguments."""
-        if resume_from_checkpoint and self.longctx_attention not in NAMES:
-            last = resume_from_checkpoint is True
-            checkpoint = (
-                get_last_checkpoint(self.args.output_dir) if last else resume_from_checkpoint
-            )
-            path = os.path.join(str(checkpoint), "training_args.bin")
-            if os.path.isfile(path):
-                self._restore_name(torch.load(path, weights_only=False), source=path)
+        """Train; a resumed run takes its attention name from the checkpoint's arguments.
+
+        Raises:
+            ValueError: where a resumed run would skip other data than the checkpoint's run took;
+                see `resume`.
+        """
+        if resume_from_checkpoint:
+            refuse_sharded(self, checkpoint=resume_from_checkpoint)
+            kept = arguments_of(resume_from_checkpoint, output_dir=self.args.output_dir)
+            if kept is not None:
+                self._restore_name(kept, source="the checkpoint")
+                refuse_other_data(kept, self.args, checkpoint=resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_name(self, kept: Any, *, source: str) -> None:
-        """Run under the attention name that the arguments of an earlier run hold, if they do."""
-        name = getattr(kept, "longctx_attention", None)
-        if name:
-            logger.warning("resuming with attn_implementation=%r from %s", name, source)
-            self.model.set_attn_implementation(name)
+        """Run a model without one of our names under the one that `kept` holds, if it does."""
+        if self.longctx_attention not in NAMES and restore_name(self.model, kept, source=source):
             self._adopt()
 
     def _bind(self, inputs: dict[str, Any]) -> LongCtxBatch:
@@ -169,6 +191,7 @@ class LongCtxTrainerMixin(_Base):
                 f"a batch without {KEY!r} reached the model: it did not come from this trainer's "
                 "data loaders; pass documents as train_dataset and leave data_collator out"
             )
+        refuse_longer(batch.layout.lengths.tolist(), limit=self._position_limit)
         batch.runtime = self.longctx_runtime
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
@@ -188,38 +211,22 @@ class LongCtxTrainerMixin(_Base):
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Targets of a window over all trainers, at least 1: none at all gives loss 0, not NaN."""
         count = super()._get_num_items_in_batch(*args, **kwargs)
-        if self._evaluated is not None:
-            self._evaluated.count(count)
         return torch.clamp(count, min=1) if isinstance(count, Tensor) else count
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """One evaluation batch; its loss is kept with its number of targets."""
-        self._bind(inputs)
-        found = super().prediction_step(model, inputs, *args, **kwargs)
-        if self._evaluated is not None and found[0] is not None:
-            self._evaluated.add(found[0])
-        return found
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, with a loss that is the mean over all targets of the set."""
-        self._evaluated, before = TokenWeightedLoss(), self._exchanged()
+        """As Trainer's; what it exchanges is not in the log of training steps."""
+        before = self._exchanged()
         try:
-            output = super().evaluation_loop(*args, **kwargs)
-            key = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
-            if key in output.metrics:
-                output.metrics[key] = self._evaluated.mean(self.accelerator)
+            return super().evaluation_loop(*args, **kwargs)
         finally:
-            self._evaluated = None
-            self._logged += self._exchanged() - before  # the log is about training steps
-        return output
+            self._logged += self._exchanged() - before
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the balance, bytes and waiting time of the steps since the last log."""
         if "loss" in logs and self._report.budget:  # tokens may be 0: a group had filler only
-            self._spanning += self._report.spanning
-            logs = {**logs, **self._report.logs(), **self._moved()}
+            report = self._report.of_all_groups(self.accelerator, ranks=self.longctx_group.size)
+            self._spanning += report.spanning
+            logs = {**logs, **report.logs(), **self._moved()}
             self._report = StepReport()
         super().log(logs, *args, **kwargs)
 
@@ -243,14 +250,12 @@ class LongCtxTrainerMixin(_Base):
         return summary(self.state.log_history, ranks=self.longctx_group.size, spanning=spanning)
 
 
-def _refuse_collator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a collator of the user's; later on it cannot be told from Trainer's own."""
-    collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
-    if collator is not None:
-        raise ValueError(
-            f"data_collator={type(collator).__name__} would pad or cut documents on its own; leave "
-            "it out and pass documents with input_ids (and labels)"
-        )
+def _without_collator(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """A Trainer's arguments without the collator, and the collator."""
+    collator = kwargs.pop("data_collator", args[2] if len(args) > 2 else None)
+    return (*args[:2], None, *args[3:]) if len(args) > 2 else args, kwargs, collator
 
 
 class LongCtxTrainer(LongCtxTrainerMixin, Trainer):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hf_longctx.attention.register as registry
 
-from ..attention.kinds import layer_kinds, layer_widths
+from ..attention.kinds import layer_configs, layer_kinds, layer_widths
 from ..comm.processes import RankContext
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.count import sent_in_layer
@@ -148,10 +148,10 @@ def _inputs(case: Case, context: RankContext, runtime: Runtime, index: int) -> d
 
 def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype) -> int:
     """Bytes that this rank's programs send for one batch, over all layers."""
-    widths = layer_widths(model.config, dtype=dtype)
+    widths = [layer_widths(config, dtype=dtype) for config in layer_configs(model.config)]
     plans = {kind: plan for (_, kind), plan in batch._plans.items()}
     programs = [plans[kind].program(batch.rank) for kind in layer_kinds(model.config)]
-    return sum(sent_in_layer(program, widths) for program in programs)
+    return sum(map(sent_in_layer, programs, widths))
 
 
 def _leak(model: Any, case: Case, context: RankContext, runtime: Runtime) -> float:

@@ -1,0 +1,114 @@
+"""Rows of a data set -> documents: where each begins and ends, and which tokens are targets.
+
+Floor: data. Most rows are one document. A row that another tool packed (TRL's `bfd` and `bfd_split`
+add `seq_lengths`, others restart `position_ids`) holds several; it is taken apart again here, so
+that the scan, the sampler and the collator know documents alone. Letters: T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .targets import IGNORE
+
+MASKS = ("completion_mask", "assistant_masks")
+"""Columns that are 0 where a token is no target."""
+BOUNDARIES = ("seq_lengths", "position_ids")
+"""Columns that tell the documents of a row apart."""
+
+
+class Rows(Protocol):
+    """A map-style data set: a `datasets.Dataset`, or any sequence of dicts."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """A data set seen as documents: a view, which copies no tokens.
+
+    Args:
+        rows (`Rows`): Rows of `input_ids` and, if they like, `labels` and masks.
+        spans (`np.ndarray`): Row, first token and end of each document, `[documents, 3]` int64.
+        ignore_id (`int`, *optional*): In a document without labels of its own, the id that is no
+            target, e.g. the padding token, as for `DataCollatorForLanguageModeling`.
+    """
+
+    rows: Rows
+    spans: np.ndarray
+    ignore_id: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, document: int) -> dict[str, np.ndarray]:
+        """`input_ids` and, unless all of them are targets, `labels`, each int64 `[tokens]`."""
+        row, start, stop = self.spans[document].tolist()
+        return read(self.rows[row], start=start, stop=stop, ignore_id=self.ignore_id)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, `[documents]` int64."""
+        return np.asarray(self.spans[:, 2] - self.spans[:, 1])
+
+
+def read(
+    row: Mapping[str, Any], *, start: int, stop: int, ignore_id: int | None
+) -> dict[str, np.ndarray]:
+    """Tokens [start, stop) of a row as a document: see `Documents`.
+
+    A token is a target where its label is not `IGNORE` and every mask of the row holds 1. The first
+    token never is one, as nothing precedes it: `targets.shift` leaves it out.
+    """
+    ids = np.asarray(row["input_ids"], np.int64)[start:stop]
+    given, masks = row.get("labels"), [name for name in MASKS if name in row]
+    if given is None and not masks and ignore_id is None:
+        return {"input_ids": ids}
+    labels = ids.copy() if given is None else np.array(given, np.int64)[start:stop]
+    if given is None and ignore_id is not None:
+        labels[ids == ignore_id] = IGNORE
+    for name in masks:
+        labels[np.asarray(row[name])[start:stop] == 0] = IGNORE
+    return {"input_ids": ids, "labels": labels}
+
+
+def sizes(row: Mapping[str, np.ndarray], *, where: str) -> np.ndarray:
+    """Tokens of each document in a row, `[documents]` int64.
+
+    Args:
+        row (`Mapping`): Its columns, each `[T]`; `seq_lengths` `[documents]`.
+        where (`str`): What to call the row in messages.
+
+    Raises:
+        ValueError: The boundaries do not fit the row, or contradict each other.
+    """
+    tokens, found = row["input_ids"].size, []
+    if "seq_lengths" in row:
+        lengths = row["seq_lengths"]
+        if (lengths < 1).any() or lengths.sum() != tokens:
+            raise ValueError(
+                f"{where} has {tokens} input_ids, but its seq_lengths {_short(lengths)} add up to "
+                f"{lengths.sum()}; each must be at least 1 and all must add up to the row: pack "
+                "again, or drop the column and give one document per row"
+            )
+        found.append(lengths)
+    if "position_ids" in row:  # a boundary is a step that is not +1: no position needs to be 0
+        breaks = np.flatnonzero(np.diff(row["position_ids"]) != 1) + 1
+        found.append(np.diff(breaks, prepend=0, append=tokens))
+    if len(found) == 2 and not np.array_equal(found[0], found[1]):
+        raise ValueError(
+            f"{where}: seq_lengths gives documents of {_short(found[0])} tokens, but position_ids "
+            f"restarts after {_short(found[1])}; drop the column that is wrong"
+        )
+    return found[0] if found else np.array([tokens])
+
+
+def _short(lengths: np.ndarray) -> str:
+    """The first few lengths of a row."""
+    return f"[{', '.join(map(str, lengths[:8]))}{', ...' if lengths.size > 8 else ''}]"

@@ -1,0 +1,277 @@
+"""An unmodified Trainer script -> the same script, with batches that a group of ranks shares.
+
+    accelerate launch --config_file CONFIG -m hf_longctx.run their_script.py \\
+        --attn_implementation distca --longctx_max_tokens_per_rank 4096 --their_flag ...
+
+Floor: the top. The script runs in this process, as `__main__`. Its parser, its model and its
+Trainer meet us at three public names: `ArgumentParser.parse_known_args`, `from_pretrained` (and
+`from_config`), and the making of a `Trainer`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Trainer
+
+from .arguments import LongCtxArguments
+from .support import NAMES, PLANNED_NAMES
+from .training.trainer import LongCtxTrainerMixin
+
+logger = logging.getLogger("hf_longctx.run")  # this module runs as __main__
+_NAME = "attn_implementation"
+_BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
+_EPILOG = """\
+Flags that start with --longctx_ and --attn_implementation may stand anywhere behind the script.
+They go to the script where its own parser knows them; everything else is handed on as it is.
+
+The script's transformers.Trainer, or trl.SFTTrainer, then takes documents (rows of input_ids and
+optional labels) and shares batches of them among the ranks. A batch holds ranks x
+--longctx_max_tokens_per_rank tokens, so per_device_train_batch_size must be 1; left out, it is.
+`hf-longctx check --model M` says beforehand whether a model will do.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command line, taken apart.
+
+    Args:
+        script (`str`): Path of the script, or name of a module.
+        module (`bool`): Whether it is a module (`-m NAME`).
+        rest (`list[str]`): The script's arguments without ours.
+        taken (`dict[str, str]`): Ours, as given: flag with underscores -> value.
+        name (`str`): Attention name.
+        longctx (`LongCtxArguments`): The `longctx_*` flags.
+    """
+
+    script: str
+    module: bool
+    rest: list[str]
+    taken: dict[str, str]
+    name: str
+    longctx: LongCtxArguments
+
+
+def read(argv: Sequence[str]) -> Command:
+    """Take our flags off a command line.
+
+    Raises:
+        SystemExit: on `--help`, a missing script, or a flag of ours that is wrong.
+        ValueError: from `LongCtxArguments`.
+    """
+    parser = HfArgumentParser(
+        LongCtxArguments,
+        prog="accelerate launch -m hf_longctx.run",
+        usage="%(prog)s [-m] SCRIPT --attn_implementation NAME [--longctx_* ...] [SCRIPT'S FLAGS]",
+        description=(__doc__ or "").split("\n\n")[0].replace("\n", " "),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        f"--{_NAME}", required=True, choices=(*NAMES, *PLANNED_NAMES), help="How attention runs."
+    )
+    if not argv or argv[0] in ("-h", "--help"):
+        parser.parse_args(["--help"])
+    module = argv[0] == "-m"
+    script, *given = argv[1:] if module and len(argv) > 1 else argv
+    if script.startswith("-"):
+        parser.error(f"the script comes first, before {script}")
+    rest, taken = _split(given)
+    flags = [part for flag, value in taken.items() for part in (f"--{flag}", value)]
+    longctx, named, unknown = parser.parse_args_into_dataclasses(
+        flags, look_for_args_file=False, return_remaining_strings=True
+    )
+    if unknown:
+        parser.error(f"no such flag: {unknown[0]}; --help lists those that start with --longctx_")
+    return Command(
+        script=script, module=module, rest=rest, taken=taken, name=named.attn_implementation,
+        longctx=longctx,
+    )  # fmt: skip
+
+
+def _split(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The script's arguments, and ours by flag; a flag given twice counts the last time."""
+    rest, taken = [], {}
+    left = iter(given)
+    for part in left:
+        flag, equals, value = part.removeprefix("--").partition("=")
+        flag = flag.replace("-", "_")
+        if part.startswith("--") and (flag == _NAME or flag.startswith("longctx_")):
+            taken[flag] = value if equals else next(left, "")
+        else:
+            rest.append(part)
+    return rest, taken
+
+
+class Launch:
+    """The script under way: what was handed to whom.
+
+    Args:
+        command (`Command`): What to run.
+    """
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.handed = False
+        self.trainers = 0
+        self.cooperative: Callable[[type], type] = functools.cache(self._cooperative)
+
+    def run(self) -> None:
+        """Run the script as `__main__`."""
+        command = self.command
+        with self.patched():
+            if command.module:
+                runpy.run_module(command.script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = os.path.dirname(os.path.abspath(command.script))
+                runpy.run_path(command.script, run_name="__main__")
+        if not self.trainers:
+            logger.warning(
+                "%s made no transformers.Trainer, so hf_longctx had nothing to share among ranks",
+                command.script,
+            )
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """The public names replaced, and the script's arguments in `sys.argv`."""
+        parser, auto = argparse.ArgumentParser, AutoModelForCausalLM
+        replaced: list[tuple[Any, str, Any]] = [
+            (sys, "argv", [self.command.script, *self.command.rest]),
+            (parser, "parse_known_args", self._parsing(parser.parse_known_args)),
+            (PreTrainedModel, "from_pretrained", self._naming(PreTrainedModel.from_pretrained)),
+            (auto, "from_pretrained", self._naming(auto.from_pretrained)),
+            (auto, "from_config", self._naming(auto.from_config)),
+            (Trainer, "__new__", self._made),
+        ]
+        with ExitStack() as stack:
+            for owner, name, value in replaced:
+                if name in vars(owner):
+                    stack.callback(setattr, owner, name, vars(owner)[name])
+                else:
+                    stack.callback(delattr, owner, name)
+                setattr(owner, name, value)
+            yield
+
+    def _parsing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`parse_known_args` that hands our flags to a parser that knows them."""
+
+        def parse_known_args(parser: Any, args: Any = None, namespace: Any = None) -> Any:
+            given = sys.argv[1:] if args is None else list(args)
+            known = {
+                action.dest: action.option_strings[0]
+                for action in parser._actions
+                if action.dest in self.command.taken and action.option_strings
+            }
+            self.handed |= _NAME in known
+            for dest, flag in known.items():
+                given += [flag, self.command.taken[dest]]
+            return original(parser, given, namespace)
+
+        return parse_known_args
+
+    def _naming(self, original: Any) -> Any:
+        """`from_pretrained` or `from_config` of causal models that loads them under our name."""
+
+        def load(of: type, *args: Any, **kwargs: Any) -> Any:
+            if "ForCausalLM" in of.__name__:
+                given = kwargs.get(_NAME)
+                if given not in (None, self.command.name):
+                    logger.warning("%s=%r of the script gives way to the flag", _NAME, given)
+                kwargs[_NAME] = self.command.name
+            return original.__func__(of, *args, **kwargs)
+
+        return classmethod(load)
+
+    def _made(self, of: type, *args: Any, **kwargs: Any) -> Any:
+        """A new Trainer, of a class that takes documents and shares batches."""
+        return object.__new__(self.cooperative(of))
+
+    def _cooperative(self, of: type) -> type:
+        if issubclass(of, LongCtxTrainerMixin):
+            return of
+        return type(of.__name__, (_Launched, of), {"launch": self, "__module__": of.__module__})
+
+    def say(self, trainer: str, changes: Sequence[str]) -> None:
+        """Two lines on what was done, once."""
+        self.trainers += 1
+        if self.trainers > 1:
+            return
+        command = self.command
+        logger.info(
+            "hf_longctx.run: %s=%r went to %s; %s",
+            _NAME,
+            command.name,
+            "the script's own flag and from_pretrained" if self.handed else "from_pretrained",
+            ", ".join(f"{k}={v}" for k, v in command.taken.items() if k != _NAME)
+            or "longctx_* flags have their defaults",
+        )
+        logger.info(
+            "hf_longctx.run: %s takes documents and shares batches of them among ranks%s",
+            trainer,
+            "".join(f"; {change}" for change in changes),
+        )
+
+
+class _Launched(LongCtxTrainerMixin):
+    """The mixin for a Trainer whose script knows nothing of it."""
+
+    launch: ClassVar[Launch]
+
+    def _longctx_arguments(self) -> None:
+        """Attach the `longctx_*` fields, and the only batch size that packs have."""
+        arguments, changes = self.args, []
+        for field in dataclasses.fields(LongCtxArguments):
+            if not hasattr(arguments, field.name):
+                setattr(arguments, field.name, getattr(self.launch.command.longctx, field.name))
+        arguments.longctx_attention = None
+        defaults = {field.name: field.default for field in dataclasses.fields(arguments)}
+        for size in _BATCH_SIZES:
+            value = getattr(arguments, size)
+            if value != 1 and value == defaults[size] and size not in _flags(sys.argv):
+                setattr(arguments, size, 1)
+                changes.append(f"{size}, unset, is 1 instead of {value}")
+        self._train_batch_size = arguments.train_batch_size
+        if getattr(arguments, "max_length", None):  # of SFTConfig, 1024 when left out
+            changes.append(f"max_length={arguments.max_length} of the script cut them beforehand")
+        self.launch.say(type(self).__name__, changes)
+
+
+def _flags(argv: Sequence[str]) -> set[str]:
+    return {part.partition("=")[0].lstrip("-").replace("-", "_") for part in argv}
+
+
+def _log_to_stderr() -> None:
+    """Show what we say on the main process, and warnings on all; the script logs as it likes."""
+    package, handler = logging.getLogger("hf_longctx"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package.addHandler(handler)
+    package.propagate = False
+    package.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Take our flags, run the script."""
+    _log_to_stderr()
+    try:
+        launch = Launch(read(argv))
+    except ValueError as error:
+        logger.error("hf_longctx.run: %s", error)
+        sys.exit(2)
+    if not torch.cuda.is_available():
+        # without it, several processes without a GPU would silently train apart
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    launch.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,174 @@
+"""Scripts that know nothing of the package, started by `hf_longctx.run`, beside a plain loop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import pytest
+import torch
+from plain_loop import weights_of
+from run_scripts import ROOT, documents_of, full_batch, launch, training_flags
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    Trainer,
+)
+
+from hf_longctx.run import Launch, main, read
+from hf_longctx.training.trainer import LongCtxTrainerMixin
+
+SCRIPT = ROOT / "tests" / "scripts" / "stock_trainer.py"
+
+
+def test_an_unmodified_trainer_script(checkpoint):
+    printed = launch(
+        str(SCRIPT), "--model", str(checkpoint / "model"), "--attn_implementation", "distca",
+        "--data", str(checkpoint / "texts" / "train.jsonl"), *training_flags(checkpoint, "stock"),
+    )  # fmt: skip
+    history = json.loads((checkpoint / "stock" / "history.json").read_text())
+    steps = [entry for entry in history if "loss" in entry]
+    losses, norms, weights = full_batch(documents_of(checkpoint, end=False))
+    assert [e["loss"] for e in steps] == pytest.approx(losses, rel=1e-5)
+    assert [e["grad_norm"] for e in steps] == pytest.approx(norms, rel=1e-5)
+    assert all(entry["longctx_bytes_moved"] > 0 for entry in steps)
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint / "stock")
+    assert saved.config._attn_implementation == "sdpa"
+    for key, weight in weights_of(saved).items():
+        torch.testing.assert_close(weight, weights[key], rtol=0, atol=1e-5)
+    said = [line for line in printed.splitlines() if line.startswith("hf_longctx.run:")]
+    assert len(said) == 2, printed
+    assert "attn_implementation='distca' went to from_pretrained" in said[0]
+    assert "longctx_max_tokens_per_rank=128" in said[0]
+    assert "Trainer takes documents" in said[1]
+    assert "per_device_train_batch_size, unset, is 1 instead of 8" in said[1]
+    assert "attn_implementation='sdpa' of the script gives way to the flag" in printed
+    assert "DataCollatorForLanguageModeling is left out" in printed
+
+
+# The command line
+
+
+def test_flags_are_taken_off_and_all_others_left_alone():
+    given = "s.py --lr 3 --longctx-layout=zigzag a --attn_implementation ring -x -- --b"
+    command = read([*given.split(), "--longctx_max_tokens_per_rank", "64"])
+    assert command.script == "s.py" and not command.module
+    assert command.rest == ["--lr", "3", "a", "-x", "--", "--b"]
+    assert command.name == "ring"
+    assert command.longctx.longctx_layout == "zigzag"
+    assert command.longctx.longctx_max_tokens_per_rank == 64
+    assert read(["-m", "a.b", "--attn_implementation", "ring"]).module
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("s.py", "the following arguments are required: --attn_implementation"),
+        ("s.py --attn_implementation sdpa", "invalid choice: 'sdpa'"),
+        ("--attn_implementation distca s.py", "the script comes first"),
+        ("s.py --attn_implementation distca --longctx_layuot zigzag", "longctx_layuot"),
+        ("s.py --attn_implementation distca --longctx_group_size x", "longctx_group_size"),
+    ],
+)
+def test_a_wrong_flag_ends_before_the_script_starts(line, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        read(line.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as ended:
+        read(["--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    for word in ("SCRIPT", "--longctx_max_tokens_per_rank", "hf-longctx check", "SFTTrainer"):
+        assert word in printed
+
+
+def patched(line: str) -> Launch:
+    return Launch(read(line.split()))
+
+
+def test_the_scripts_parser_gets_the_flags_it_knows():
+    launch = patched("s.py --lr 3 --attn_implementation ring --longctx_layout zigzag")
+    parser = argparse.ArgumentParser()
+    for flag in ("--lr", "--attn-implementation", "--longctx_layout"):
+        parser.add_argument(flag)
+    with launch.patched():
+        assert sys.argv == ["s.py", "--lr", "3"]
+        found = parser.parse_args()
+    assert (found.lr, found.attn_implementation, found.longctx_layout) == ("3", "ring", "zigzag")
+    assert launch.handed and sys.argv[0] != "s.py"
+
+
+def test_a_parser_that_knows_none_gets_none():
+    launch = patched("s.py --lr 3 --attn_implementation ring")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr")
+    with launch.patched():
+        assert vars(parser.parse_args()) == {"lr": "3"}
+    assert not launch.handed
+
+
+def test_everything_is_put_back():
+    before = [vars(argparse.ArgumentParser)["parse_known_args"], sys.argv, Trainer.__new__]
+    with patched("s.py --attn_implementation ring").patched():
+        assert Trainer.__new__ is not before[2]
+    after = [vars(argparse.ArgumentParser)["parse_known_args"], sys.argv, Trainer.__new__]
+    assert before == after
+
+
+@pytest.mark.parametrize("name", ["distca", "ring"])
+def test_every_way_to_a_causal_model_gets_the_name(checkpoint, name, caplog):
+    place, config = checkpoint / "model", AutoConfig.from_pretrained(checkpoint / "model")
+    with patched(f"s.py --attn_implementation {name}").patched():
+        made = [
+            AutoModelForCausalLM.from_pretrained(place),
+            AutoModelForCausalLM.from_config(config),
+            LlamaForCausalLM.from_pretrained(place, attn_implementation="eager"),
+        ]
+        other = AutoModel.from_pretrained(place)
+    assert [model.config._attn_implementation for model in made] == [name] * 3
+    assert caplog.text.count("'eager' of the script gives way") == 1
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_subclasses_of_a_trainer_become_cooperative_and_ours_stay():
+    class Theirs(Trainer):
+        pass
+
+    class Ours(LongCtxTrainerMixin, Trainer):
+        pass
+
+    launch = patched("s.py --attn_implementation ring")
+    made = launch.cooperative(Theirs)
+    assert issubclass(made, (LongCtxTrainerMixin, Theirs)) and made.__name__ == "Theirs"
+    assert made is launch.cooperative(Theirs)
+    assert launch.cooperative(Ours) is Ours
+
+
+def test_a_batch_size_that_was_set_is_refused(checkpoint, monkeypatch):
+    flags = [
+        str(SCRIPT), "--model", str(checkpoint / "model"), "--attn_implementation", "distca",
+        "--data", str(checkpoint / "texts" / "train.jsonl"), *training_flags(checkpoint, "refused"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="per_device_train_batch_size=8"):
+        Launch(read([*flags, "--per_device_train_batch_size=8"])).run()
+
+
+def test_a_script_without_a_trainer_is_told(tmp_path, caplog):
+    (tmp_path / "script.py").write_text("import sys\nassert sys.argv[1:] == ['--a']\n")
+    command = read([str(tmp_path / "script.py"), "--a", "--attn_implementation", "distca"])
+    Launch(command).run()
+    assert "made no transformers.Trainer" in caplog.text
+
+
+def test_a_wrong_value_ends_with_the_rule(caplog, monkeypatch):
+    monkeypatch.setattr("hf_longctx.run._log_to_stderr", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["s.py", "--attn_implementation", "distca", "--longctx_tolerance", "-1"])
+    assert ended.value.code == 2
+    assert "longctx_tolerance=-1.0 must be 0 or more" in caplog.text

@@ -1,0 +1,56 @@
+"""No trainer waits for ever: for another's data, for a stopped one, for its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import wait_cases
+from train_cases import MARKER, ROOT, launch, marked
+
+from hf_longctx import LongCtxTrainingArguments
+
+
+def test_b62_a_trainer_asleep_outside_an_exchange_ends_the_run(tmp_path):
+    ended = launch(tmp_path, "one_sided", "sleeps", processes=2, script=wait_cases.__file__)
+    assert ended.code != 0 and ended.left == []
+    assert ended.ended - float((tmp_path / "asleep").read_text()) < 30
+    assert "Timed out waiting 6000ms" in ended.output, ended.output[-8000:]
+    # the first case of the launch, on both ranks
+    refusal = "refused: the trainers hold different data sets, in rank order "
+    refusal += "[['train_dataset', 'long', 'short'], ['train_dataset']]; give every process"
+    assert ended.output.count(refusal) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
+def test_b62_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(ROOT / "accelerate_configs" / "cpu_2.yaml"), wait_cases.__file__]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), MARKER: str(tmp_path)}
+    launcher = subprocess.Popen([*command, str(tmp_path), "waits"], env=environment)
+    try:
+        half = ["30.0"] * 2  # of the default group's 60 seconds
+        until(lambda: [p.read_text() for p in tmp_path.glob("waiting*")] == half, seconds=120)
+        launcher.kill()
+        launcher.wait()
+        until(lambda: not marked(str(tmp_path)), seconds=20)
+    finally:
+        for process in marked(str(tmp_path)):
+            os.kill(process, signal.SIGKILL)
+
+
+def until(done: Callable[[], bool], *, seconds: float) -> None:
+    """Return once `done()` is true; fail where it takes longer."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+def test_the_default_is_ten_minutes(tmp_path):
+    assert LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True).ddp_timeout == 600
