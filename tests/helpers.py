@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -293,3 +294,17 @@ def nan_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+class SharedPool:
+    """The session's ranks for one command, which must not end them."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    def run(self, job: Any, **given: Any) -> list[Any]:
+        """As `RankPool.run`."""
+        return self.pool.run(job, **given)
+
+    def close(self) -> None:
+        """The ranks stay."""

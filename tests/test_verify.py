@@ -1,23 +1,22 @@
-"""`hf-longctx verify`: models over gloo ranks, the bounds it checks, and that it sees faults."""
+"""`verify`: models over gloo ranks are exact, and what is made wrong in a rank is seen."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import SharedPool
 from tiny import CONFIGS
 
-from hf_longctx import LongCtxArguments, cli
+from hf_longctx import LongCtxArguments
 from hf_longctx.attention import hook
 from hf_longctx.comm.processes import RankContext, RankError, RankPool
 from hf_longctx.data.batch import LongCtxBatch
@@ -28,7 +27,6 @@ from hf_longctx.runtime.autograd import attend
 from hf_longctx.verify import compare
 from hf_longctx.verify.ranks import RankResult, run_rank
 
-ROOT = CONFIGS.parents[1]
 FLOAT64 = dict.fromkeys(("logit_error", "loss_error", "grad_error"), 1e-10)
 FLOAT32 = {f"{key}_vs_transformers": 1e-5 for key in FLOAT64}
 ZERO = {"leak": 0.0, "recompute_bytes": 0}
@@ -74,6 +72,35 @@ def test_float64(rank_pool, name, ranks, family):
     report = verify(rank_pool, family, name=name, ranks=ranks)
     assert_holds(report, FLOAT64 | FLOAT32 | ZERO)
     json.dumps(report)
+
+
+def test_documents_of_ones_own(rank_pool):
+    report = verify(rank_pool, ranks=3, document_lengths=(1, 5, 300))
+    assert report["failed"] == [] and report["attention_calls"] == 3 * 2  # layers, one batch
+    assert report["bytes_sent"] == report["bytes_planned"] > 0
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 5), (1, 1, 1), (2,)])
+def test_documents_that_leave_a_rank_or_the_loss_empty_are_refused(lengths):
+    with pytest.raises(ValueError, match="--document_lengths .* each must be at least 1"):
+        verify(None, ranks=3, document_lengths=lengths)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_dropout_is_off_on_both_sides(rank_pool, tmp_path, family):
+    """Masks and noise are drawn anew in every run: with them, exact models would differ."""
+    given = {
+        "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+        | {"attn_pdrop": 0.0, "resid_pdrop": 0.1, "embd_pdrop": 0.2},
+        "mixtral": json.loads((CONFIGS / "tiny_mixtral.json").read_text())
+        | {"router_jitter_noise": 0.3},
+    }[family]
+    place = tmp_path / "config.json"
+    place.write_text(json.dumps(given))
+    report = compare.verify(model=str(place), name="distca", ranks=2, pool=rank_pool)
+    assert report["failed"] == []
+    noisy = {"gpt2": ["embd_pdrop", "resid_pdrop"], "mixtral": ["router_jitter_noise"]}[family]
+    assert {*noisy} <= {*report["set_to_0"]}
 
 
 @pytest.mark.parametrize(("name", "layout"), [("distca", "contiguous"), ("ring", "spread")])
@@ -202,20 +229,6 @@ def run_faulty(context: RankContext, *, case: Any, fault: str) -> RankResult:
         return run_rank(context, case=case)
 
 
-class SharedPool:
-    """The session's ranks for one command, which must not end them."""
-
-    def __init__(self, pool: RankPool) -> None:
-        self.pool = pool
-
-    def run(self, job: Any, **given: Any) -> list[Any]:
-        """As `RankPool.run`."""
-        return self.pool.run(job, **given)
-
-    def close(self) -> None:
-        """The ranks stay."""
-
-
 class FaultyPool(SharedPool):
     """Ranks that compute something wrong."""
 
@@ -246,47 +259,6 @@ def test_one_rank_that_reads_all_rows_as_one_document_leaks(rank_pool):
     assert any(line.startswith("leak ") for line in report["failed"])
 
 
-GOOD = dict.fromkeys((*FLOAT64, *FLOAT32, *ZERO), 0.0)
-GOOD |= {"bytes_sent": 8, "bytes_planned": 8, "attention_calls": 4}
-
-
-@pytest.mark.parametrize(
-    ("key", "bad"),
-    [
-        *((key, 2e-10) for key in FLOAT64),
-        *((key, 2e-5) for key in FLOAT32),
-        ("logit_error", float("nan")),
-        ("leak", 1e-300),
-        ("leak", float("nan")),
-        ("recompute_bytes", 1),
-        ("bytes_sent", 9),
-        ("attention_calls", 0),
-    ],
-)
-def test_each_bound_is_checked(key, bad):
-    plain = dict.fromkeys(FLOAT64, 0.0)
-    assert compare._failed(GOOD, "float64", plain) == []
-    (line,) = compare._failed(GOOD | {key: bad}, "float64", plain)
-    assert key in line or key == "attention_calls"
-
-
-def test_bf16_is_measured_by_the_plain_path():
-    plain = {"logit_error": 0.01, "loss_error": 0.01, "grad_error": 0.01}
-    good = GOOD | {"logit_error": 0.0199, "loss_error": 0.0199, "grad_error": 0.0299}
-    assert compare._failed(good, "bf16", plain) == []
-    bad = {key: value * 1.01 for key, value in good.items() if key in plain}
-    assert len(compare._failed(good | bad, "bf16", plain)) == 3
-
-
-def test_nan_in_any_tensor_is_an_error_of_infinity():
-    good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
-    right = compare.Reference([good, good], 1.0, {"a": good, "b": good})
-    ours = compare.Reference([good, bad], 1.0, {"a": good, "b": bad})
-    assert compare.errors(right, right) == dict.fromkeys(FLOAT64, 0.0)
-    infinite = dict.fromkeys(("logit_error", "grad_error"), float("inf"))
-    assert compare.errors(ours, right) == {"loss_error": 0.0} | infinite
-
-
 def fail(context: RankContext, *, how: str) -> None:
     """Rank 1 fails while rank 0 waits for its message."""
     if context.rank == 0:
@@ -306,76 +278,10 @@ def test_b62_a_rank_that_fails_ends_the_job_of_all():
     assert time.monotonic() - start < 60
 
 
-# The command
-
-
-@pytest.fixture
-def command(monkeypatch, rank_pool, tmp_path):
-    """Runs `hf-longctx verify` on the shared ranks; gives its exit code and JSON."""
-    monkeypatch.setattr(compare, "RankPool", lambda ranks: SharedPool(rank_pool))
-
-    def run(*flags: str, family: str = "llama") -> tuple[int, dict[str, Any] | None]:
-        place = tmp_path / "report.json"
-        model = family if "/" in family else str(CONFIGS / f"tiny_{family}.json")
-        code = cli.main(["verify", "--model", model, *flags, "--json", str(place)])
-        return code, json.loads(place.read_text()) if place.exists() else None
-
-    return run
-
-
-RING = ("--attn_implementation", "ring", "--ranks", "2")
-
-
-def test_exit_code_0_with_json(command, capsys):
-    code, report = command(*RING, "--layout", "spread", "--tolerance", "0.1")
-    assert code == 0 and report is not None
-    assert report["failed"] == [] and report["ranks"] == 2
-    assert {*FLOAT64, *FLOAT32, *ZERO, "attention_calls", "bytes_planned", "bytes_sent"} <= {
-        *report
-    }
-    assert "logit_error" in capsys.readouterr().out
-
-
-def test_exit_code_1_still_writes_json(command, monkeypatch):
-    monkeypatch.setattr(
-        compare, "_report", lambda *given: GOOD | {"leak": 1.0, "attention_calls": 4}
-    )
-    code, report = command(*RING)
-    assert code == 1 and report is not None
-    assert report["failed"] == ["leak 1 is above 0"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "family", "message"),
-    [
-        (RING, "bloom", "model_type=bloom: this family never calls"),
-        ((*RING, "--overlap", "heads"), "llama", "longctx_overlap='heads' is not built yet"),
-        (("--attn_implementation", "distac", "--ranks", "2"), "llama", "'distac' is not ours"),
-        (("--attn_implementation", "charm", "--ranks", "2"), "llama", "'charm' is not built yet"),
-        (("--attn_implementation", "ring", "--ranks", "0"), "llama", "--ranks 0 must be at least"),
-        (RING, "/no/such/folder", "no config.json and no folder with one"),
-        ((*RING, "--tolerance", "-1"), "llama", "longctx_tolerance=-1.0 must be 0 or more"),
-        ((*RING, "--servers", "1"), "llama", "longctx_servers=1 is not built yet"),
-    ],
-)
-def test_exit_code_2_without_json(command, capsys, flags, family, message):
-    assert command(*flags, family=family) == (2, None)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", [("--layuot", "spread"), ("--dtype", "float16")])
-def test_flags_that_do_not_exist_end_with_code_2(command, flags):
-    with pytest.raises(SystemExit) as end:
-        command(*RING, *flags)
-    assert end.value.code == 2
-
-
-def test_a_process_of_its_own(tmp_path):
-    """As a user starts it: with its own ranks."""
-    place = tmp_path / "report.json"
-    model = str(Path("tests", "configs", "tiny_llama.json"))
-    flags = ["--model", model, *RING, "--dtype", "float32", "--json", str(place)]
-    command = [sys.executable, "-m", "hf_longctx.cli", "verify", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(place.read_text())["failed"] == []
+def test_b62_a_rank_that_never_joins_ends_the_job_with_the_error_of_another():
+    with RankPool(2, timeout=1.0) as pool:
+        pool._start()
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankError, match="(?s)rank 0 failed:.*imeout"):
+            pool.run(fail, how="raise")
+        assert pool.pids == ()

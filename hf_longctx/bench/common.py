@@ -33,6 +33,9 @@ class Shape:
     head_dim: int = 64
     vocabulary: int = 1024
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+
     def model(self) -> Any:
         """The model in float32 under `sdpa`, in training mode; the same weights everywhere."""
         torch.manual_seed(SEED)
@@ -141,10 +144,10 @@ def keep_pages() -> str:
     return "glibc, freed pages kept (mallopt M_MMAP_MAX=0, M_TRIM_THRESHOLD=2**31-1)"
 
 
-def setting(shape: Shape, *, processes: int, allocator: str, clock: str) -> dict[str, Any]:
+def setting(shape: object, *, processes: int, allocator: str, clock: str) -> dict[str, Any]:
     """What a figure holds for: shape, seed, versions, machine, and what counts as a second."""
     return {
-        "shape": ", ".join(f"{name} {value}" for name, value in asdict(shape).items()),
+        "shape": str(shape),
         "dtype": "float32",
         "seed": SEED,
         "processes": processes,

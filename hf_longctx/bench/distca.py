@@ -13,6 +13,7 @@ reaches them through waits only. A step's are those of its slowest rank, in the 
 ranks do not wait for each other (static, ideal) the best round is each rank's own.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from ..runtime.binding import Runtime
 from ..runtime.executor import Account
 from .common import Shape, differentiate, gradient_error, gradients, inputs, keep_pages, setting
 
+logger = logging.getLogger(__name__)
 TOLERANCES = {"static": float("inf"), "ours": 0.05}
 
 
@@ -153,6 +155,7 @@ def run(
         Figures by name.
     """
     case = Case(shape=shape or Shape(), lengths=tuple(lengths), rounds=rounds)
+    logger.info("%s in turn, %d rounds on 2 ranks", " and ".join(TOLERANCES), rounds)
     own = pool or RankPool(2)
     try:
         results = own.run(run_rank, ranks=2, case=case)

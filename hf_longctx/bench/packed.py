@@ -9,6 +9,7 @@ Seconds are CPU seconds of the one thread: nothing waits, so other processes mus
 - `sdpa`: stock `sdpa` on the packed batch, under the mask that Transformers makes.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from .common import (
     setting,
 )
 
+logger = logging.getLogger(__name__)
 # Documents by length: the largest length of each bucket, and its share in percent.
 BUCKETS = {
     10: 0.22, 50: 2.91, 100: 5.20, 200: 10.23, 500: 28.19, 1024: 24.64, 2048: 15.65,
@@ -121,6 +123,7 @@ def measure(
         rounds (`int`): How often; those in `ONCE` run in the first round only.
         rate (`float`): Floating-point operations per second of one large matrix product.
     """
+    logger.info("%d documents: %s in turn, %d rounds", len(lengths), ", ".join(sides), rounds)
     model = shape.model()
     packed = inputs(lengths, vocabulary=shape.vocabulary)
     alone = _split(packed, lengths)

@@ -140,14 +140,19 @@ def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) 
     """A rank process: join the group, then do jobs until the pipe closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=2 * timeout),
-    )
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, ranks + 1)}
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=2 * timeout),
+        )
+        groups = {n: dist.new_group(list(range(n))) for n in range(1, ranks + 1)}
+    except Exception:  # another rank never came: the parent says so, not a trace of this process
+        with suppress(OSError):
+            pipe.send((True, traceback.format_exc()))
+        return
     while True:
         try:
             job, used, given = pipe.recv()

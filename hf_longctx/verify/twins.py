@@ -108,8 +108,21 @@ def load_config(path: str) -> Any:
     return AutoConfig.for_model(**given)
 
 
+def noise_fields(config: Any) -> list[str]:
+    """The fields of a config that draw random numbers in training: dropouts and router jitter."""
+    text = config.get_text_config(decoder=True)
+    noisy = {
+        name: value
+        for name, value in text.to_dict().items()
+        if ("drop" in name or "jitter" in name) and isinstance(value, float)
+    }
+    return sorted(name for name, value in noisy.items() if value > 0)
+
+
 def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
     """A model under an attention name: a folder's weights, or a config's redrawn at unit gain.
+
+    Dropout is off: its masks differ between any two runs.
 
     Args:
         path (`str`): Checkpoint folder or config JSON.
@@ -117,10 +130,14 @@ def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
         dtype (`torch.dtype`): Of all parameters.
     """
     options = {"attn_implementation": name, "experts_implementation": "eager"}
+    config = load_config(path)
+    for field in noise_fields(config):
+        setattr(config.get_text_config(decoder=True), field, 0.0)
     if Path(path).is_dir():
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, **options
+        )
     else:
-        config = load_config(path)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
         draw_at_unit_gain(model)
     model.config.use_cache = False

@@ -1,0 +1,69 @@
+"""Verifies every softmax family over ranks and layouts; prints the README's table of worst errors.
+
+    python examples/verify_families.py [FAMILY ...]
+
+Each row is the worst of logits, loss and gradients over 1, 2 and 3 ranks and the layouts
+contiguous, zigzag and spread; for one of them `hf-longctx verify` prints the same.
+"""
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from hf_longctx import LongCtxArguments
+from hf_longctx.comm.processes import RankPool
+from hf_longctx.verify.compare import verify
+
+CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "configs"
+FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "phi3", "olmo3", "glm4",
+    "smollm3", "mixtral",
+)  # fmt: skip
+RANKS = (1, 2, 3)
+LAYOUTS = ("contiguous", "zigzag", "spread")
+ERRORS = ("logit_error", "loss_error", "grad_error")
+
+
+def worst(family: str, *, name: str, pool: RankPool) -> list[float]:
+    """The worst error against the float64 twin, the worst against Transformers, and the leak.
+
+    Raises:
+        RuntimeError: where a bound does not hold.
+    """
+    reports = [
+        verify(
+            model=str(CONFIGS / f"tiny_{family}.json"),
+            name=name,
+            ranks=ranks,
+            arguments=LongCtxArguments(longctx_layout=layout),
+            pool=pool,
+        )
+        for ranks, layout in product(RANKS, LAYOUTS)
+    ]
+    failed = [reason for report in reports for reason in report["failed"]]
+    if failed:
+        raise RuntimeError(f"{family} under {name}: {'; '.join(failed)}")
+    return [
+        max(report[key] for report in reports for key in ERRORS),
+        max(report[f"{key}_vs_transformers"] for report in reports for key in ERRORS),
+        max(report["leak"] for report in reports),
+    ]
+
+
+def main(families: list[str]) -> None:
+    """Print the table, a row per family."""
+    torch.set_num_threads(1)
+    with RankPool(max(RANKS)) as pool:
+        for family in families or FAMILIES:
+            figures = [
+                *worst(family, name="distca", pool=pool),
+                *worst(family, name="ring", pool=pool),
+            ]
+            cells = [f"{value:.1e}" if value else "0" for value in figures]
+            print(f"| {family} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
