@@ -23,6 +23,7 @@ _HOW_ATTENTION_RUNS = (  # the same documents at every step, whatever these are
     "longctx_server_devices", "longctx_server_timeout", "longctx_server_memory",
     "longctx_topology", "longctx_ulysses_size", "longctx_scan", "longctx_softmax", "longctx_verify",
 )  # fmt: skip
+_IN_STREAMS = ("longctx_lookahead", "dataloader_num_workers")  # a worker may shuffle otherwise
 _SIZES = ("longctx_trainers", "longctx_group_size", "longctx_max_tokens_per_rank")
 
 
@@ -81,20 +82,21 @@ def restore_name(model: Any, kept: Any, *, source: str) -> bool:
     return True
 
 
-def refuse_other_data(kept: Any, arguments: Any, *, checkpoint: str | bool) -> None:
+def refuse_other_data(kept: Any, arguments: Any, *, checkpoint: str | bool, stream: bool) -> None:
     """Refuse to skip other data than the checkpoint's run took; log what only changes its speed.
 
     Args:
         kept: The checkpoint's training arguments.
         arguments: This run's; both with `longctx_attention` and `longctx_trainers` filled in.
         checkpoint (`str` or `bool`): What the user resumes from, for messages.
+        stream (`bool`): Whether the training data has no length.
 
     Raises:
         ValueError: naming each setting with its old and new value, unless `ignore_data_skip`.
     """
     for change in _changes(("longctx_attention", *_HOW_ATTENTION_RUNS), kept, arguments):
         logger.warning("resuming, but %s", change)
-    changed = "; ".join(_changes_of_data(kept, arguments))
+    changed = "; ".join(_changes_of_data(kept, arguments, stream=stream))
     if not changed:
         return
     if arguments.ignore_data_skip:
@@ -113,13 +115,14 @@ def _changes(names: Iterable[str], kept: Any, arguments: Any) -> list[str]:
     return [f"{name} was {a!r} and is {b!r}" for name, a, b in pairs if a != b]
 
 
-def _changes_of_data(kept: Any, arguments: Any) -> list[str]:
+def _changes_of_data(kept: Any, arguments: Any, *, stream: bool) -> list[str]:
     """The changes after which a step's batches hold other documents."""
     if getattr(kept, "longctx_trainers", None) is None:
         return ["it ran without hf_longctx"]
-    apart = {*_HOW_ATTENTION_RUNS, *_SIZES}
+    apart = {*_HOW_ATTENTION_RUNS, *_SIZES, *_IN_STREAMS}
     names = [field.name for field in fields(LongCtxArguments) if field.name not in apart]
     names += ["gradient_accumulation_steps", "train_sampling_strategy"]
+    names += _IN_STREAMS if stream else ()
     changes = _changes(names, kept, arguments)
     if _seed(kept) != _seed(arguments):
         changes.append(f"data_seed (or seed) was {_seed(kept)} and is {_seed(arguments)}")

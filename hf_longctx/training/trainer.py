@@ -175,7 +175,8 @@ class LongCtxTrainerMixin(EvaluationMixin):
             kept = arguments_of(resume_from_checkpoint, output_dir=self.args.output_dir)
             if kept is not None:
                 self._restore_name(kept, source="the checkpoint")
-                refuse_other_data(kept, self.args, checkpoint=resume_from_checkpoint)
+                stream = isinstance(self.longctx_sampler, PackStream)
+                refuse_other_data(kept, self.args, checkpoint=resume_from_checkpoint, stream=stream)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_name(self, kept: Any, *, source: str) -> None:
