@@ -6,6 +6,7 @@ Floor: attention.
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..plan.cost import LayerKind
 from ..plan.count import Widths
@@ -19,6 +20,8 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     """
     config = _text(config)
     widths = layer_widths(config, dtype=torch.float32)
+    overlaid = getattr(config, "use_bidirectional_attention", None) is True
+    causal = not overlaid and _causal(config)
     windows: list[int | None] = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
     names = getattr(config, "layer_types", None)
     if names:
@@ -27,12 +30,20 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         windows = [0] * len(windows)
     return [
         LayerKind(
-            window=window or 0,
+            window=window + (not causal and not overlaid) if window else 0,  # see `Bidirectional`
+            causal=causal,
             query_width=widths.heads * widths.head_dim,
             key_value_width=widths.kv_heads * (widths.head_dim + widths.value_dim),
         )
         for window in windows
     ]
+
+
+def _causal(config: Any) -> bool:
+    """Whether rows see no later key: so in all but encoders, which configs do not mark as such."""
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return getattr(config, "is_decoder", False)
+    return getattr(config, "is_causal", True)
 
 
 def layer_widths(config: Any, *, dtype: torch.dtype) -> Widths:
