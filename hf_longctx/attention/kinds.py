@@ -22,6 +22,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     widths = layer_widths(config, dtype=torch.float32)
     overlaid = getattr(config, "use_bidirectional_attention", None) is True
     causal = not overlaid and _causal(config)
+    further = 0 if causal or overlaid else 1  # see `masks.Bidirectional`
     windows: list[int | None] = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
     names = getattr(config, "layer_types", None)
     if names:
@@ -30,7 +31,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         windows = [0] * len(windows)
     return [
         LayerKind(
-            window=window + (not causal and not overlaid) if window else 0,  # see `Bidirectional`
+            window=window + further if window else 0,
             causal=causal,
             query_width=widths.heads * widths.head_dim,
             key_value_width=widths.kv_heads * (widths.head_dim + widths.value_dim),

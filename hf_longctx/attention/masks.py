@@ -137,13 +137,11 @@ def _bidirectional(
         return rows, rows + distance
 
     rows, following = pairs(1)
-    forwards = _sees(mask_function, rows, following)
-    if not torch.equal(forwards, _sees(mask_function, following, rows)):
+    forwards, backwards = (_sees(mask_function, *p) for p in ((rows, following), (following, rows)))
+    inclusive = local_size is not None and bool(_sees(mask_function, *pairs(local_size)).any())
+    if not torch.equal(forwards, backwards) or (overlaid and inclusive):
         raise ValueError(
-            "this model's bidirectional mask lets a token see the one before but not the one after "
-            "it, which hf_longctx does not compute; load it with attn_implementation='sdpa'"
+            "this model's bidirectional mask differs between the two sides of a token, or from its "
+            "window, which hf_longctx does not compute; load it with attn_implementation='sdpa'"
         )
-    if local_size is None:
-        return Bidirectional()
-    inclusive = bool(_sees(mask_function, *pairs(local_size)).any())
-    return Bidirectional(local_size + inclusive)
+    return Bidirectional() if local_size is None else Bidirectional(local_size + inclusive)

@@ -135,7 +135,7 @@ class _Rank:
         position = np.arange(first, last)
         reach = self.kind.window or max(last, stop)
         ends = position - reach + 1, position + (1 if self.kind.causal else reach)
-        low, high = (np.clip(end, start, stop) - start for end in ends)
+        low, high = (np.minimum(np.maximum(end, start), stop) - start for end in ends)
         return low, high
 
     def _attend(self, q: Block, kv: Block, into: Block) -> None:
