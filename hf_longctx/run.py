@@ -250,6 +250,12 @@ def _flags(argv: Sequence[str]) -> set[str]:
     return {part.partition("=")[0].lstrip("-").replace("-", "_") for part in argv}
 
 
+def _wants_deepspeed(command: Command) -> bool:
+    """Accelerate passes over DeepSpeed where its own variable asks for the CPU."""
+    by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+    return by_launcher or "deepspeed" in _flags(command.rest)
+
+
 def _log_to_stderr() -> None:
     """Show what we say on the main process, and warnings on all; the script logs as it likes."""
     package, handler = logging.getLogger("hf_longctx"), logging.StreamHandler()
@@ -267,7 +273,7 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:
         logger.error("hf_longctx.run: %s", error)
         sys.exit(2)
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() or _wants_deepspeed(launch.command)):
         # without it, several processes without a GPU would silently train apart
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     launch.run()

@@ -54,11 +54,13 @@ def examples(number: int) -> settings:
 
 @st.composite
 def plans(draw: st.DrawFn, *, ranks: int = 5) -> Plan:
-    """Any algorithm on any layout, window and tolerance, with up to `ranks` ranks."""
+    """Any algorithm on any layout, mask and tolerance, with up to `ranks` ranks."""
     layout = cut(
         draw(LENGTHS), ranks=draw(st.integers(1, ranks)), layout=draw(st.sampled_from(LAYOUTS))
     )
-    kind = LayerKind(window=draw(WINDOWS), query_width=2, key_value_width=2)
+    kind = LayerKind(
+        window=draw(WINDOWS), causal=draw(st.booleans()), query_width=2, key_value_width=2
+    )
     tolerance = draw(st.sampled_from([0.0, 0.05, 0.5]))
     return make_plan(draw(st.sampled_from(ALGORITHMS)), layout, kind=kind, tolerance=tolerance)
 
@@ -112,11 +114,14 @@ class Rows:
             wide_itemsize=max(4, self.q.element_size()),
         )
 
-    def kind(self, *, window: int = 0) -> LayerKind:
+    def kind(self, *, window: int = 0, causal: bool = True) -> LayerKind:
         """The layer kind that a planner sees."""
         _, heads, width = self.q.shape
         return LayerKind(
-            window=window, query_width=heads * width, key_value_width=2 * self.k.shape[1] * width
+            window=window,
+            causal=causal,
+            query_width=heads * width,
+            key_value_width=2 * self.k.shape[1] * width,
         )
 
 
@@ -151,11 +156,17 @@ def differentiate(forward: Callable[..., Tensor], rows: Rows) -> Results:
     return Results(out=out.detach(), dq=dq, dk=dk, dv=dv)
 
 
-def reference(rows: Rows, lengths: Sequence[int], *, window: int = 0) -> Results:
+def reference(
+    rows: Rows, lengths: Sequence[int], *, window: int = 0, causal: bool = True
+) -> Results:
     """What one process computes, each document alone."""
-    return differentiate(
-        lambda q, k, v: attention(q, k, v, lengths=lengths, scale=SCALE, window=window), rows
-    )
+    options = {"lengths": lengths, "scale": SCALE, "window": window, "causal": causal}
+    return differentiate(lambda q, k, v: attention(q, k, v, **options), rows)
+
+
+def scoring(plan: Plan) -> Scoring:
+    """What the plan's layers tell the kernels."""
+    return Scoring(scale=SCALE, window=plan.kind.window, causal=plan.kind.causal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +208,7 @@ def run_threads(plan: Plan, rows: Rows, *, channels: Sequence[Channel] | None = 
         layer = Layer(
             plan.program(rank),
             channels[rank],
-            Scoring(scale=SCALE, window=plan.kind.window),
+            scoring(plan),
             accounts[rank],
         )
         own = shard(plan.layout, rank, rows)
@@ -259,7 +270,7 @@ def run_lock_step(plan: Plan, rows: Rows, *, seed: int = 0) -> Results:
                 dtype=rows.q.dtype,
                 backward=direction,
                 channel=channels[rank],
-                scoring=Scoring(scale=SCALE, window=plan.kind.window),
+                scoring=scoring(plan),
             )
             for rank in ranks
         ]

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from helpers import examples, plans
+from helpers import WINDOWS, examples, plans
 from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_longctx.plan import scan
 from hf_longctx.plan.check import PlanError, check, lock_step
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.count import Widths, peak_bytes, sent, sent_in_layer
-from hf_longctx.plan.layout import cut
-from hf_longctx.plan.plans import Plan, make_plan
+from hf_longctx.plan.layout import LAYOUTS, cut
+from hf_longctx.plan.plans import ALGORITHMS, Plan, make_plan
 from hf_longctx.plan.program import (
     Attend,
     AttendGrad,
@@ -159,22 +160,38 @@ def waits_first(phases: Phases) -> Phases:
     return ((*ops[:at], *early, *ops[at + 1 :]),)
 
 
-def busy_plan(algorithm: str) -> Plan:
+def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     """Three ranks, in which every operation matters: each chunk of the ring is seen by each rank;
     under distca tasks move and keys are gathered."""
     if algorithm == "ring":
-        return make_plan("ring", cut([1537, 40, 1], ranks=3, layout="spread"), kind=KIND)
+        return make_plan("ring", cut([1537, 40, 1], ranks=3, layout="spread"), kind=kind)
     made = make_plan(
-        "distca", cut([1500, 37, 301, 1, 500], ranks=3, layout="contiguous"), kind=KIND
+        "distca", cut([1500, 37, 301, 1, 500], ranks=3, layout="contiguous"), kind=kind
     )
     assert (made.tasks[:, 3] != made.tasks[:, 4]).sum() >= 2
     return made
 
 
-@given(plan=plans(ranks=5))
-@examples(100)
-def test_every_plan_is_accepted(plan: Plan) -> None:
-    check(plan)
+@given(
+    lengths=st.lists(
+        st.one_of(st.integers(1, 4), st.integers(1, 60), st.integers(200, 600)),
+        min_size=1,
+        max_size=5,
+    ),
+    ranks=st.integers(1, 4),
+    window=WINDOWS,
+    causal=st.booleans(),
+    tolerance=st.sampled_from([0.0, 0.05, 0.5]),
+)
+@examples(1000)
+def test_plans_of_a_thousand_document_sets_are_accepted(
+    lengths: list[int], ranks: int, window: int, causal: bool, tolerance: float
+) -> None:
+    kind = replace(KIND, window=window, causal=causal)
+    for layout in LAYOUTS:
+        held = cut(lengths, ranks=ranks, layout=layout)
+        for algorithm in ALGORITHMS:
+            check(make_plan(algorithm, held, kind=kind, tolerance=tolerance))
 
 
 @pytest.mark.parametrize(
@@ -206,8 +223,9 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("algorithm", ["distca", "ring"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_mutation_is_rejected(algorithm: str, change: str) -> None:
-    plan = busy_plan(algorithm)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_every_mutation_is_rejected(algorithm: str, change: str, causal: bool) -> None:
+    plan = busy_plan(algorithm, kind=replace(KIND, causal=causal))
     check(tamper(plan, {rank: rebuilt(plan.program(rank)) for rank in range(3)}))
     tried = 0
     for rank in range(3):

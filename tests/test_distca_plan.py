@@ -113,7 +113,12 @@ def test_golden_1_moves_loads_and_bytes() -> None:
     assert moves(layout, tolerance=0.1) == GOLDEN_1_MOVES
     made = plan(layout, tolerance=0.1)
     loads = [134225920, 67117056, 33562624, 16785408]
-    assert made.work(balanced=False).tolist() == loads
+    before = made.work(balanced=False)
+    assert before.tolist() == loads
+    assert (before.sum(), before.mean()) == (251691008, 62922752)
+    assert before.mean() - before[3] == 46137344
+    moved = (made.work(balanced=True) - before).tolist()
+    assert (moved[3], moved[2]) == (44042880, 25167360)
     assert made.work(balanced=True).tolist() == [65015680, 67117056, 58729984, 60828288]
     assert made.attention_max_over_mean(balanced=False) == pytest.approx(2.1332, abs=5e-5)
     assert made.attention_max_over_mean() == pytest.approx(1.0667, abs=5e-5)
@@ -167,7 +172,11 @@ def test_golden_2_loads() -> None:
 def test_spread_leaves_nothing_to_move_on_golden_2() -> None:
     layout = cut(documents(GOLDEN_2), ranks=8, layout="spread")
     assert moves(layout, tolerance=0.1) == []
-    assert plan(layout, tolerance=0.1).attention_max_over_mean() <= 1.06
+    made = plan(layout, tolerance=0.1)
+    assert made.attention_max_over_mean() <= 1.06
+    left = forward_bytes(made).sum(1) / MIB
+    assert round(left.mean()) == 325
+    assert left.max() <= 1.5 * left.mean()  # in sequence, 2.8 times as much
 
 
 def test_second_pass_relieves_a_donor_that_no_receiver_asks() -> None:
@@ -303,20 +312,17 @@ def test_digests_ignore_the_hash_seed() -> None:
 
 def test_digests_differ_with_everything_that_a_program_follows_from() -> None:
     variants = [
-        ("ring", [900, 300], 2, "spread", 0),
-        ("distca", [900, 300], 2, "spread", 0),
-        ("ring", [300, 900], 2, "spread", 0),
-        ("ring", [900, 300], 3, "spread", 0),
-        ("ring", [900, 300], 2, "contiguous", 0),
-        ("ring", [900, 300], 2, "spread", 7),
+        ("ring", [900, 300], 2, "spread", LayerKind()),
+        ("distca", [900, 300], 2, "spread", LayerKind()),
+        ("ring", [300, 900], 2, "spread", LayerKind()),
+        ("ring", [900, 300], 3, "spread", LayerKind()),
+        ("ring", [900, 300], 2, "contiguous", LayerKind()),
+        ("ring", [900, 300], 2, "spread", LayerKind(window=7)),
+        ("ring", [900, 300], 2, "spread", LayerKind(causal=False)),
     ]
     digests = {
-        make_plan(
-            algorithm,
-            cut(lengths, ranks=ranks, layout=layout),
-            kind=LayerKind(window=window),
-        ).digest
-        for algorithm, lengths, ranks, layout, window in variants
+        make_plan(algorithm, cut(lengths, ranks=ranks, layout=layout), kind=kind).digest
+        for algorithm, lengths, ranks, layout, kind in variants
     }
     assert len(digests) == len(variants)
 

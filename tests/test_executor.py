@@ -54,22 +54,25 @@ def planned(
     layout: str = "contiguous",
     rows: Rows,
     window: int = 0,
+    causal: bool = True,
 ) -> Plan:
     held = cut(lengths, ranks=ranks, layout=layout)
-    return make_plan(algorithm, held, kind=rows.kind(window=window))
+    return make_plan(algorithm, held, kind=rows.kind(window=window, causal=causal))
 
 
 @every_algorithm
 @every_layout
 @every_rank_count
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("window", [0, 50], ids="window{}".format)
 def test_ranks_compute_what_one_process_does(
-    algorithm: str, layout: str, ranks: int, window: int
+    algorithm: str, layout: str, ranks: int, window: int, causal: bool
 ) -> None:
     rows = Rows.random(sum(LENGTHS), heads=4, kv_heads=2, head_dim=8)
-    plan = planned(algorithm, LENGTHS, ranks=ranks, layout=layout, rows=rows, window=window)
+    sees = {"window": window, "causal": causal}
+    plan = planned(algorithm, LENGTHS, ranks=ranks, layout=layout, rows=rows, **sees)
     run = run_threads(plan, rows)
-    assert run.results.error(reference(rows, LENGTHS, window=window)) < 1e-12
+    assert run.results.error(reference(rows, LENGTHS, **sees)) < 1e-12
     for rank in range(ranks):
         program = plan.program(rank)
         assert run.sent[rank] == sent_in_layer(program, rows.widths)
@@ -85,7 +88,8 @@ def test_any_plan_in_lock_step(plan: Plan, heads: tuple[int, int], seed: int) ->
     rows = Rows.random(sum(lengths), heads=heads[0], kv_heads=heads[1], seed=seed)
     with nan_memory():
         ours = run_lock_step(plan, rows, seed=seed)
-    assert ours.error(reference(rows, lengths, window=plan.kind.window)) < 1e-12
+    sees = {"window": plan.kind.window, "causal": plan.kind.causal}
+    assert ours.error(reference(rows, lengths, **sees)) < 1e-12
 
 
 @every_algorithm

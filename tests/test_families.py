@@ -35,6 +35,8 @@ CASES = [
     ("glm4", "distca", "zigzag"),
     ("smollm3", "ring", "spread"),
     ("mixtral", "distca", "spread"),
+    ("modernbert", "distca", "spread"),  # bidirectional, full and windowed layers
+    ("gemma3_bidirectional", "ring", "zigzag"),
 ]
 
 
@@ -70,8 +72,9 @@ def gradients(work: Any, tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("value_dim", [4, 8, 12])
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_scores_features_equal_the_reference(
-    window: int, softcap: float, value_dim: int, with_sinks: bool
+    window: int, softcap: float, value_dim: int, with_sinks: bool, causal: bool
 ) -> None:
     noise = torch.Generator().manual_seed(0)
     total = sum(LENGTHS)
@@ -82,15 +85,15 @@ def test_scores_features_equal_the_reference(
     given = [draw(total, 4, 8), draw(total, 2, 8), draw(total, 2, value_dim)]
     if with_sinks:
         given.append(draw(4))
-    scoring = Scoring(scale=0.7, window=window, softcap=softcap)
-    program = local_plan(LENGTHS, window).program(0)
+    scores = {"scale": 0.7, "window": window, "causal": causal, "softcap": softcap}
+    scoring = Scoring(**scores)  # type: ignore[arg-type]
+    program = local_plan(LENGTHS, window, causal=causal).program(0)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return attend(Layer(program, None, scoring, Account()), q, k, v, sinks=sinks)[0]
 
     def right(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        options = {"scale": 0.7, "window": window, "softcap": softcap, "sinks": sinks}
-        return attention(q, k, v, lengths=LENGTHS, **options)  # type: ignore[arg-type]
+        return attention(q, k, v, lengths=LENGTHS, sinks=sinks, **scores)  # type: ignore[arg-type]
 
     for mine, expected in zip(gradients(ours, given), gradients(right, given), strict=True):
         assert (mine - expected).abs().max() < 1e-12

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from hf_longctx.kernels.softmax import Scoring
 HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 WINDOWS = [0, 1, 2, 7, 64, 200, 4096]
+Sees = dict[str, Any]  # window and causal
 RUN = st.tuples(st.integers(0, 60), st.integers(1, 60))  # position and length of rows or keys
 
 
@@ -63,28 +65,33 @@ def empty_partial(q: Tensor) -> dict[str, Tensor]:
 
 
 def forward(
-    rows: Rows, spans: Sequence[Span], *, window: int, into: dict[str, Tensor] | None = None
+    rows: Rows, spans: Sequence[Span], *, window: int, causal: bool = True
 ) -> dict[str, Tensor]:
     """The kernels' partial of each row over its span's keys."""
-    into = into or empty_partial(rows.q)
-    for call in calls([s.task() for s in spans], window=window):
+    into = empty_partial(rows.q)
+    for call in calls([s.task() for s in spans], window=window, causal=causal):
         softmax.attend(
             call,
             q={"q": rows.q},
             kv={"k": rows.k, "v": rows.v},
             into=into,
-            scoring=Scoring(scale=SCALE, window=window),
+            scoring=Scoring(scale=SCALE, window=window, causal=causal),
         )
     return into
 
 
 def backward(
-    rows: Rows, spans: Sequence[Span], final: dict[str, Tensor], *, window: int
+    rows: Rows,
+    spans: Sequence[Span],
+    final: dict[str, Tensor],
+    *,
+    window: int,
+    causal: bool = True,
 ) -> Results:
     """The kernels' gradients, given the final out and lse."""
     wide = final["lse"].dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (rows.q, rows.k, rows.v))
-    for call in calls([s.task(backward=True) for s in spans], window=window):
+    for call in calls([s.task(backward=True) for s in spans], window=window, causal=causal):
         softmax.attend_grad(
             call,
             q={"q": rows.q},
@@ -92,19 +99,20 @@ def backward(
             grad={"grad_out": rows.grad, "out": final["out"].to(rows.q.dtype), "lse": final["lse"]},
             dq={"dq": dq},
             dkv={"dk": dk, "dv": dv},
-            scoring=Scoring(scale=SCALE, window=window),
+            scoring=Scoring(scale=SCALE, window=window, causal=causal),
         )
     return Results(out=final["out"], dq=dq, dk=dk, dv=dv)
 
 
-def both(rows: Rows, spans: Sequence[Span], *, window: int = 0) -> Results:
-    return backward(rows, spans, forward(rows, spans, window=window), window=window)
+def both(rows: Rows, spans: Sequence[Span], *, window: int = 0, causal: bool = True) -> Results:
+    sees: Sees = {"window": window, "causal": causal}
+    return backward(rows, spans, forward(rows, spans, **sees), **sees)
 
 
-def seen(span: Span, *, window: int) -> Tensor:
+def seen(span: Span, *, window: int, causal: bool) -> Tensor:
     queries = torch.arange(span.q_pos, span.q_pos + span.q_len)
     keys = torch.arange(span.k_pos, span.k_pos + span.k_len)
-    return visible(queries, keys, window=window)
+    return visible(queries, keys, window=window, causal=causal)
 
 
 def one_span(q_len: int, k_len: int, *, heads: int = 2, kv_heads: int = 1, seed: int = 0) -> Rows:
@@ -113,16 +121,16 @@ def one_span(q_len: int, k_len: int, *, heads: int = 2, kv_heads: int = 1, seed:
     return Rows(q=many.q[:q_len], k=many.k[:k_len], v=many.v[:k_len], grad=many.grad[:q_len])
 
 
-@given(q=RUN, k=RUN, window=st.sampled_from([0, 1, 2, 3, 20, 59, 300]))
-@examples(150)
+@given(q=RUN, k=RUN, window=st.sampled_from([0, 1, 2, 3, 20, 59, 300]), causal=st.booleans())
+@examples(200)
 def test_pieces_cover_each_visible_pair_once(
-    q: tuple[int, int], k: tuple[int, int], window: int
+    q: tuple[int, int], k: tuple[int, int], window: int, causal: bool
 ) -> None:
     span = Span(q_pos=q[0], q_len=q[1], k_pos=k[0], k_len=k[1])
-    mask = seen(span, window=window)
+    mask = seen(span, window=window, causal=causal)
     done = torch.zeros_like(mask, dtype=torch.int64)
     written: set[int] = set()
-    for piece in pieces(*q, *k, window=window):
+    for piece in pieces(*q, *k, window=window, causal=causal):
         rows = slice(piece.q, piece.q + piece.q_len)
         keys = slice(piece.k, piece.k + piece.k_len)
         if piece.mask == CAUSAL:
@@ -141,6 +149,8 @@ def test_pieces_cover_each_visible_pair_once(
 def test_rows_without_keys_are_in_no_piece() -> None:
     assert pieces(0, 4, 4, 4, window=0) == []
     assert pieces(9, 4, 0, 4, window=3) == []
+    assert pieces(0, 4, 7, 4, window=4, causal=False) == []
+    assert len(pieces(0, 4, 6, 4, window=4, causal=False)) == 1  # row 3 sees key 6
     assert pieces(2, 4, 4, 8, window=0) == [Piece(CAUSAL, 2, 2, 0, 2, 0, False)]
 
 
@@ -158,20 +168,27 @@ def test_short_documents_share_calls() -> None:
     q=RUN,
     k=RUN,
     window=st.sampled_from([0, 1, 5, 40, 300]),
+    causal=st.booleans(),
     heads=st.sampled_from([(2, 2), (2, 1), (6, 3)]),
     seed=st.integers(0, 99),
 )
-@examples(80)
+@examples(120)
 def test_any_rows_against_any_keys(
-    q: tuple[int, int], k: tuple[int, int], window: int, heads: tuple[int, int], seed: int
+    q: tuple[int, int],
+    k: tuple[int, int],
+    window: int,
+    causal: bool,
+    heads: tuple[int, int],
+    seed: int,
 ) -> None:
     span = Span(q_pos=q[0], q_len=q[1], k_pos=k[0], k_len=k[1])
     rows = one_span(q[1], k[1], heads=heads[0], kv_heads=heads[1], seed=seed)
-    mask = seen(span, window=window)
+    sees: Sees = {"window": window, "causal": causal}
+    mask = seen(span, **sees)
     right = differentiate(lambda *qkv: partial(*qkv, mask=mask, scale=SCALE)[0], rows)
     with nan_memory():
-        into = forward(rows, [span], window=window)
-        ours = backward(rows, [span], into, window=window)
+        into = forward(rows, [span], **sees)
+        ours = backward(rows, [span], into, **sees)
     assert ours.error(right) < 1e-12
     lse = partial(rows.q, rows.k, rows.v, mask=mask, scale=SCALE)[1]
     blind = ~mask.any(dim=1)
@@ -183,11 +200,15 @@ def test_any_rows_against_any_keys(
 @HEADS
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_packed_documents(heads: int, kv_heads: int, window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_packed_documents(
+    heads: int, kv_heads: int, window: int, dtype: torch.dtype, causal: bool
+) -> None:
     lengths = [700, 1, 3, 29, 30, 31, 2, 257, 1, 130]
     rows = Rows.random(sum(lengths), heads=heads, kv_heads=kv_heads, head_dim=8)
-    right = reference(rows, lengths, window=window)
-    ours = both(rows.to(dtype), whole_documents(lengths), window=window)
+    sees: Sees = {"window": window, "causal": causal}
+    right = reference(rows, lengths, **sees)
+    ours = both(rows.to(dtype), whole_documents(lengths), **sees)
     assert ours.error(right) < TOLERANCES[dtype] * max(1.0, float(right.dv.abs().max()))
 
 
@@ -242,23 +263,26 @@ def split(length: int, parts: int) -> list[Span]:
     ]
 
 
-def merged(rows: Rows, spans: Sequence[Span], *, window: int = 0) -> Results:
+def merged(rows: Rows, spans: Sequence[Span], *, window: int = 0, causal: bool = True) -> Results:
     """Partials of the spans, merged in float32 or wider, and the sum of their gradients."""
+    sees: Sees = {"window": window, "causal": causal}
     out, lse = (x for x in empty_partial(rows.q).values())
     for span in spans:
-        part = forward(rows, [span], window=window)
+        part = forward(rows, [span], **sees)
         out, new = merge(out, lse[..., 0], part["out"], part["lse"][..., 0])
         lse = new[..., None]
-    return backward(rows, spans, {"out": out, "lse": lse}, window=window)
+    return backward(rows, spans, {"out": out, "lse": lse}, **sees)
 
 
 @HEADS
 @pytest.mark.parametrize("window", [0, 1, 30, 1000])
 @pytest.mark.parametrize("parts", [2, 5])
-def test_split_keys_merge(heads: int, kv_heads: int, window: int, parts: int) -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_split_keys_merge(heads: int, kv_heads: int, window: int, parts: int, causal: bool) -> None:
     rows = Rows.random(203, heads=heads, kv_heads=kv_heads, head_dim=8)
-    ours = merged(rows, split(203, parts), window=window)
-    assert ours.error(reference(rows, [203], window=window)) < 1e-12
+    sees: Sees = {"window": window, "causal": causal}
+    ours = merged(rows, split(203, parts), **sees)
+    assert ours.error(reference(rows, [203], **sees)) < 1e-12
 
 
 def test_b30_merge_does_not_overflow() -> None:

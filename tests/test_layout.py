@@ -52,7 +52,7 @@ def test_intervals_are_sets_of_tokens(
         assert all(before[1] < after[0] for before, after in gaps)
 
 
-@examples(60)
+@examples(1000)
 @given(lengths=LENGTHS, ranks=RANKS, layout=st.sampled_from(LAYOUTS))
 def test_each_token_lies_once_and_ranks_differ_by_one(
     lengths: list[int], ranks: int, layout: str

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from hf_longctx import LongCtxTrainingArguments
 from hf_longctx.attention import hook
-from hf_longctx.attention.masks import SlidingWindow, attention_mask
+from hf_longctx.attention.masks import Bidirectional, SlidingWindow, attention_mask
 from hf_longctx.attention.register import FUNCTIONS, register
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.plan.layout import cut
@@ -47,6 +47,8 @@ def test_what_is_refused_below_runs_without_the_refused_value():
     assert call(**allowed)[0].shape == (1, 6, 4, 8)
     assert call(mask=DENSE)[0].shape == (1, 6, 4, 8)
     assert call(mask=SlidingWindow(4), sliding_window=4)[0].shape == (1, 6, 4, 8)
+    assert call(mask=Bidirectional(), causal=False)[0].shape == (1, 6, 4, 8)
+    assert call(mask=Bidirectional(), is_causal=False)[0].shape == (1, 6, 4, 8)
     assert call(longctx_batch=batch(4, 2))[0].shape == (1, 6, 4, 8)
     assert call(position_bias=None)[0].shape == (1, 6, 4, 8)
 
@@ -58,8 +60,10 @@ def test_what_is_refused_below_runs_without_the_refused_value():
         ({"indices": torch.zeros(4)}, "indices=Tensor is not on"),
         ({"output_router_logits": True}, "output_router_logits=bool is not on"),
         ({"dropout": 0.1}, "dropout=0.1 is refused; set attention_dropout=0.0"),
-        ({"is_causal": False}, "bidirectional (is_causal=False)"),
-        ({"causal": False}, "bidirectional (is_causal=False)"),
+        ({"is_causal": False}, "has is_causal=False but a causal mask, or none"),
+        ({"causal": False}, "has is_causal=False but a causal mask, or none"),
+        ({"mask": Bidirectional()}, "has is_causal=True but a bidirectional mask"),
+        ({"mask": Bidirectional(5), "causal": False, "sliding_window": 4}, "window 5 of its mask"),
         ({"output_attentions": True}, "use attn_implementation='eager'"),
         ({"mask": DENSE, "longctx_batch": batch(6)}, "a padded batch was handed to a packed path"),
         ({"mask": DENSE, "cu_seq_lens_q": BOUNDS}, "a padded batch was handed to a packed path"),
@@ -103,7 +107,7 @@ def causal(batch: Any, head: Any, q: Any, kv: Any) -> Any:
         ({"mask_function": lambda b, h, q, kv: (kv <= q) | (kv == 3)}, "see a later one"),
     ],
 )
-def test_masks_other_than_causal_ones_are_refused(given, message):
+def test_overlaid_masks_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         attention_mask(1, 6, 6, **given)
     assert attention_mask(1, 6, 6, mask_function=causal) is None

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from helpers import threads
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 import hf_longctx  # noqa: F401  (registers the attention names)
 from hf_longctx.comm.channels import Hub
@@ -28,6 +28,7 @@ from hf_longctx.data.targets import IGNORE
 from hf_longctx.runtime.binding import Runtime
 from hf_longctx.verify.twins import (
     REFERENCE,
+    auto_class,
     backward,
     draw_at_unit_gain,
     precision,
@@ -46,7 +47,8 @@ def tiny(
     register_reference()
     given = json.loads((CONFIGS / f"tiny_{family}.json").read_text()) | changes
     config = AutoConfig.for_model(**given)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.float32)
+    auto = auto_class(config)
+    model = auto.from_config(config, attn_implementation=name, dtype=torch.float32)
     draw_at_unit_gain(model)
     model.config.use_cache = False
     return model.to(dtype)

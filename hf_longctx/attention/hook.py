@@ -21,7 +21,9 @@ from ..runtime.binding import Runtime
 from ..support import refuse_call
 from .dense import dense
 from .documents import local_documents, refuse_packed_padding
-from .masks import SlidingWindow
+from .masks import Bidirectional, SlidingWindow
+
+Mask = SlidingWindow | Bidirectional | None
 
 
 def run(
@@ -30,7 +32,7 @@ def run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | SlidingWindow | None,
+    attention_mask: Tensor | Mask,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -57,10 +59,21 @@ def run(
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")  # rotary leaves queries and keys in float32
         query, key, value = query.to(low), key.to(low), value.to(low)
-    refuse_call(module, query=query, key=key, value=value, dropout=dropout, arguments=kwargs)
+    causal = not isinstance(attention_mask, Bidirectional)
+    dense_mask = isinstance(attention_mask, Tensor)  # holds causality and window already
+    refuse_call(
+        module,
+        query=query,
+        key=key,
+        value=value,
+        dropout=dropout,
+        causal=None if dense_mask else causal,
+        arguments=kwargs,
+    )
     scoring = Scoring(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=_window(attention_mask, kwargs.get("sliding_window")),
+        causal=causal,
         softcap=float(kwargs.get("softcap") or 0.0),
     )
     sinks: Tensor | None = kwargs.get("s_aux")
@@ -70,7 +83,7 @@ def run(
         return dense(query, key, value, attention_mask, scoring=scoring, sinks=sinks), None
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if batch is None:
-        program = _local_program(query, key, scoring.window, kwargs)
+        program = _local_program(query, key, scoring, kwargs)
         out = attend(Layer(program, None, scoring, Runtime().account), *rows, sinks=sinks)[0]
     else:
         _refuse_other_positions(batch, kwargs.get("position_ids"))
@@ -78,11 +91,11 @@ def run(
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def _window(mask: Tensor | SlidingWindow | None, sliding_window: int | None) -> int:
+def _window(mask: Tensor | Mask, sliding_window: int | None) -> int:
     """The window that the mask and the layer's argument agree on; 0 for none."""
     if isinstance(mask, Tensor):
-        return 0  # a dense mask holds it already
-    masked = mask.size if isinstance(mask, SlidingWindow) else None
+        return 0
+    masked = mask.window or None if isinstance(mask, Bidirectional) else mask and mask.size
     if sliding_window is not None and masked != sliding_window:
         raise ValueError(
             f"sliding_window={sliding_window} of the layer and window {masked} of its mask differ; "
@@ -102,7 +115,7 @@ def _refuse_mask_with_documents(
     refuse_packed_padding(kwargs.get("position_ids"), mask)
 
 
-def _local_program(query: Tensor, key: Tensor, window: int, kwargs: dict[str, Any]) -> Program:
+def _local_program(query: Tensor, key: Tensor, scoring: Scoring, kwargs: dict[str, Any]) -> Program:
     """The program of the documents that this call holds whole."""
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -114,7 +127,7 @@ def _local_program(query: Tensor, key: Tensor, window: int, kwargs: dict[str, An
     lengths = local_documents(
         batch=query.shape[0], rows=query.shape[2], position_ids=positions, **bounds
     )
-    return local_plan(lengths, window).program(0)
+    return local_plan(lengths, scoring.window, causal=scoring.causal).program(0)
 
 
 def _refuse_other_positions(batch: LongCtxBatch, position_ids: Tensor | None) -> None:
@@ -153,6 +166,7 @@ def _with_batch(
         )
     kind = LayerKind(
         window=scoring.window,
+        causal=scoring.causal,
         query_width=rows[0][0].numel() if held else 1,
         key_value_width=rows[1][0].numel() + rows[2][0].numel() if held else 1,
     )

@@ -6,6 +6,7 @@ Floor: attention.
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..plan.cost import LayerKind
 from ..plan.count import Widths
@@ -19,6 +20,9 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     """
     config = _text(config)
     widths = [layer_widths(layer, dtype=torch.float32) for layer in layer_configs(config)]
+    overlaid = getattr(config, "use_bidirectional_attention", None) is True
+    causal = not overlaid and _causal(config)
+    further = 0 if causal or overlaid else 1  # see `masks.Bidirectional`
     windows: list[int | None] = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
     names = getattr(config, "layer_types", None)
     if names:
@@ -27,7 +31,8 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         windows = [0] * len(windows)
     return [
         LayerKind(
-            window=window or 0,
+            window=window + further if window else 0,
+            causal=causal,
             query_width=own.heads * own.head_dim,
             key_value_width=own.kv_heads * (own.head_dim + own.value_dim),
         )
@@ -41,6 +46,13 @@ def layer_configs(config: Any) -> list[Any]:
     if getattr(config, "is_heterogeneous", False):  # Gemma 4: larger heads in its full layers
         return list(config.per_layer_config)
     return [config] * config.num_hidden_layers
+
+
+def _causal(config: Any) -> bool:
+    """Whether rows see no later key: so in all but encoders, which configs do not mark as such."""
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return getattr(config, "is_decoder", False)
+    return getattr(config, "is_causal", True)
 
 
 def layer_widths(config: Any, *, dtype: torch.dtype) -> Widths:

@@ -1,8 +1,9 @@
 """The mask side of our names: what Transformers asks for -> nothing, a window, or a dense mask.
 
 Floor: attention. Transformers calls `attention_mask` once per mask kind and forward. Causal,
-windowed and packed batches without padding or cache need no mask tensor: the hook derives documents
-itself. A padded batch, or one that decodes onto a cache, gets the dense mask that `sdpa` would get.
+bidirectional, windowed and packed batches without padding or cache need no mask tensor: the hook
+derives documents itself. A padded batch, or one that decodes onto a cache, gets the dense mask that
+`sdpa` would get.
 """
 
 from collections.abc import Callable
@@ -26,6 +27,19 @@ class SlidingWindow:
     ndim: ClassVar[int] = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Bidirectional:
+    """Stands for the mask of a layer whose rows see `window` keys on either side, themselves
+    included; 0 for all.
+
+    Transformers bounds the distance of such layers by `sliding_window`, itself allowed in most
+    families (`window` is one more) and not in Gemma 3 (`window` is the same).
+    """
+
+    window: int = 0
+    ndim: ClassVar[int] = 0
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -33,21 +47,26 @@ def attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | SlidingWindow | None = None,
+    attention_mask: Tensor | SlidingWindow | Bidirectional | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: Any = None,
     **kwargs: Any,
-) -> Tensor | SlidingWindow | None:
+) -> Tensor | SlidingWindow | Bidirectional | None:
     """The mask function that Transformers calls under our names.
 
     Returns:
-        `None` (causal), a `SlidingWindow`, or a bool mask `[batch, 1, q_length, kv_length]`.
+        `None` (causal), a `SlidingWindow`, a `Bidirectional`, or a bool mask
+        `[batch, 1, q_length, kv_length]`.
 
     Raises:
-        ValueError: for overlays (image tokens, prefixes), chunked layers and bidirectional masks.
+        ValueError: for overlays (image tokens, prefixes) and chunked layers.
     """
-    if use_vmap:
+    # Gemma 3 makes its bidirectional masks by overlays on causal ones; others by functions that
+    # alone offer this skip.
+    overlaid = use_vmap and getattr(config, "use_bidirectional_attention", None) is True
+    bidirectional = overlaid or "allow_is_bidirectional_skip" in kwargs
+    if use_vmap and not overlaid:
         raise ValueError(
             "this model overlays the causal mask (image tokens or a prefix), which hf_longctx does "
             "not compute yet; load it with attn_implementation='sdpa'"
@@ -58,11 +77,11 @@ def attention_mask(
             f"attention_chunk_size={chunk}: chunked layers are not computed by hf_longctx yet; "
             "load the model with attn_implementation='sdpa'"
         )
-    if isinstance(attention_mask, SlidingWindow):
+    if isinstance(attention_mask, SlidingWindow | Bidirectional):
         attention_mask = None  # made by an earlier call, which found no padding
     padded = attention_mask is not None and not bool(attention_mask.all())
     if padded or q_length != kv_length or int(q_offset) or kv_offset:
-        kwargs.pop("allow_is_causal_skip", None)
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -72,11 +91,20 @@ def attention_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
-            allow_is_causal_skip=False,
-            **kwargs,
+            use_vmap=use_vmap,
+            **(kwargs | skips),
         )
-    _refuse_unless_causal(mask_function, q_length, kwargs.get("device"))
+    device = kwargs.get("device")
+    if bidirectional and mask_function is not None:
+        return _bidirectional(mask_function, q_length, device, local_size, overlaid=overlaid)
+    _refuse_unless_causal(mask_function, q_length, device)
     return None if local_size is None else SlidingWindow(local_size)
+
+
+def _sees(function: Callable[..., Tensor], rows: Tensor, keys: Tensor) -> Tensor:
+    """bool `[pairs]`: whether each row sees its key."""
+    zero = torch.zeros((), dtype=torch.long, device=rows.device)
+    return torch.as_tensor(function(zero, zero, rows, keys)).expand(rows.shape)
 
 
 def _refuse_unless_causal(
@@ -86,10 +114,34 @@ def _refuse_unless_causal(
     if mask_function is None or length < 2:
         return
     rows = torch.arange(length - 1, device=device)
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    seen = torch.as_tensor(mask_function(zero, zero, rows, rows + 1))
-    if bool(seen.any()):
+    if bool(_sees(mask_function, rows, rows + 1).any()):
         raise ValueError(
-            "this model lets a token see a later one (a bidirectional mask or block overlay), "
-            "which hf_longctx does not compute yet; load it with attn_implementation='sdpa'"
+            "this model lets a token see a later one (a block overlay on its causal mask), which "
+            "hf_longctx does not compute yet; load it with attn_implementation='sdpa'"
         )
+
+
+def _bidirectional(
+    mask_function: Callable[..., Tensor],
+    length: int,
+    device: torch.device | None,
+    local_size: int | None,
+    *,
+    overlaid: bool,
+) -> Bidirectional:
+    """Ask the mask function whether neighbours see each other, and how far a window reaches."""
+
+    def pairs(distance: int) -> tuple[Tensor, Tensor]:
+        # an overlaid function of packed documents knows no index beyond the row, others know any
+        rows = torch.arange(max(length - distance, 0 if overlaid else 1), device=device)
+        return rows, rows + distance
+
+    rows, following = pairs(1)
+    forwards, backwards = (_sees(mask_function, *p) for p in ((rows, following), (following, rows)))
+    inclusive = local_size is not None and bool(_sees(mask_function, *pairs(local_size)).any())
+    if not torch.equal(forwards, backwards) or (overlaid and inclusive):
+        raise ValueError(
+            "this model's bidirectional mask differs between the two sides of a token, or from its "
+            "window, which hf_longctx does not compute; load it with attn_implementation='sdpa'"
+        )
+    return Bidirectional() if local_size is None else Bidirectional(local_size + inclusive)

@@ -2,7 +2,8 @@
 
 Floor: kernels. A task is a run of query rows with a run of keys of the same document. Its causal
 (and window) mask is cut into full rectangles, causal squares (whose top-left alignment is right)
-and, under a window, bands with a small dense mask. Short squares of similar length share one call:
+and, under a window, bands with a small dense mask; a bidirectional task is one full rectangle, or
+bands. Short squares of similar length share one call:
 padding at the end of a causal square is never seen by its real rows.
 """
 
@@ -37,19 +38,25 @@ class Piece(NamedTuple):
     merges: bool
 
 
-def pieces(q_pos: int, q_len: int, k_pos: int, k_len: int, *, window: int) -> list[Piece]:
+def pieces(
+    q_pos: int, q_len: int, k_pos: int, k_len: int, *, window: int, causal: bool = True
+) -> list[Piece]:
     """Cut one task's mask; rows that see none of the keys are in no piece.
 
     Args:
         q_pos, q_len (`int`): Position of the first query row in its document, and rows.
         k_pos, k_len (`int`): Position of the first key, and keys.
-        window (`int`): Keys a row sees, itself included; 0 for all.
+        window (`int`): Keys a row sees on one side, itself included; 0 for all.
+        causal (`bool`, *optional*, defaults to `True`): Rows see no later key.
     """
-    first = max(q_pos, k_pos)  # rows before the first key see nothing
+    if not causal and not window:
+        return [Piece(FULL, 0, q_len, 0, k_len, 0, False)]
+    ahead = 0 if causal else window - 1
+    first = max(q_pos, k_pos - ahead)  # rows before it see none of the keys
     last = q_pos + q_len
     stop = k_pos + k_len
     if window:
-        return _bands(q_pos, first, min(last, stop + window - 1), k_pos, stop, window)
+        return _bands(q_pos, first, min(last, stop + window - 1), k_pos, stop, window, ahead)
     found = []
     diagonal = min(last, stop)
 
@@ -81,14 +88,16 @@ def _halved(piece: Piece) -> Iterator[Piece]:
     yield from _halved(lower._replace(k=piece.k + half, k_len=n - half))
 
 
-def _bands(q_pos: int, first: int, last: int, k_pos: int, stop: int, window: int) -> list[Piece]:
+def _bands(
+    q_pos: int, first: int, last: int, k_pos: int, stop: int, window: int, ahead: int
+) -> list[Piece]:
     """Tiles of rows with the keys that any of them sees."""
     tile = min(max(window, 128), 512)
     found = []
     for start in range(first, last, tile):
         end = min(start + tile, last)
-        low, high = max(k_pos, start - window + 1), min(stop, end)
-        all_seen = high - 1 <= start and end - 1 - low < window
+        low, high = max(k_pos, start - window + 1), min(stop, end + ahead)
+        all_seen = high - 1 <= start + ahead and end - 1 - low < window
         mask = FULL if all_seen else BAND
         shape = (start - q_pos, end - start, low - k_pos, high - low)
         found.append(Piece(mask, *shape, start - low, False))
@@ -141,12 +150,12 @@ class _Batch:
         return Call(piece.mask, rows, q_lens, k_lens, piece.shift, piece.merges)
 
 
-def calls(tasks: Iterable[Task], *, window: int) -> tuple[Call, ...]:
+def calls(tasks: Iterable[Task], *, window: int, causal: bool = True) -> tuple[Call, ...]:
     """The kernel calls of tasks on the same arrays; merging pieces follow those they merge with."""
     cut = [
         (task, part)
         for task in tasks
-        for piece in pieces(task.q_pos, task.q_len, task.k_pos, task.k_len, window=window)
+        for piece in pieces(*task[1:], window=window, causal=causal)
         for part in (_halved(piece) if "dq" in task.rows else (piece,))
     ]
     # equal keys stand together; merging pieces last

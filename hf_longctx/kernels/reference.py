@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 
-def visible(positions_q: Tensor, positions_k: Tensor, *, window: int = 0) -> Tensor:
+def visible(
+    positions_q: Tensor, positions_k: Tensor, *, window: int = 0, causal: bool = True
+) -> Tensor:
     """bool `[q, k]`: which keys of one document each query row sees, itself included."""
     distance = positions_q[:, None] - positions_k[None, :]
-    return (distance >= 0) & (distance < window) if window else distance >= 0
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen & (distance.abs() < window) if window else seen
 
 
 def partial(
@@ -51,16 +54,20 @@ def attention(
     lengths: Sequence[int],
     scale: float,
     window: int = 0,
+    causal: bool = True,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of packed documents, one at a time: `[T, H, D]`.
+    """Attention of packed documents, one at a time: `[T, H, D]`.
 
     Args:
         q_THD, k_TKD, v_TKD (`Tensor`): Rows of the documents laid end to end.
         lengths (`Sequence[int]`): Tokens of each document; they sum to T.
         scale (`float`): Factor on the scores.
-        window (`int`, *optional*, defaults to 0): Keys a row sees, itself included; 0 for all.
+        window (`int`, *optional*, defaults to 0): Keys a row sees on one side, itself included;
+            0 for all.
+        causal (`bool`, *optional*, defaults to `True`): Rows see no later key; `False`: as far
+            forwards as backwards.
         softcap (`float`, *optional*, defaults to 0.0): Bound of the scores; 0 for none.
         sinks (`Tensor`, *optional*): `[H]`, a score of each head without a value.
     """
@@ -68,7 +75,7 @@ def attention(
     for n in lengths:
         rows = slice(start, start + n)
         positions = torch.arange(n, device=q_THD.device)
-        mask = visible(positions, positions, window=window)
+        mask = visible(positions, positions, window=window, causal=causal)
         qkv = q_THD[rows], k_TKD[rows], v_TKD[rows]
         outs.append(partial(*qkv, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0])
         start += n

@@ -20,34 +20,36 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _mask(call: Call, window: int, like: Tensor) -> Tensor | None:
-    """A band's additive mask `[q, k]`; `None` where the kernel needs none."""
-    if call.mask != BAND:
-        return None
-    rows, keys = call.rows["q"].longest, call.rows["kv"].longest
-    distance = call.shift + torch.arange(rows)[:, None] - torch.arange(keys)[None, :]
-    seen = (distance >= 0) & (distance < window)
-    return torch.zeros(rows, keys, dtype=like.dtype).masked_fill(~seen, float("-inf"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
     """How scores are formed from queries and keys.
 
     Args:
         scale (`float`, *optional*, defaults to 1.0): Factor on the products.
-        window (`int`, *optional*, defaults to 0): Keys a row sees, itself included; 0 for all.
+        window (`int`, *optional*, defaults to 0): Keys a row sees on one side, itself included;
+            0 for all.
+        causal (`bool`, *optional*, defaults to `True`): Rows see no later key.
         softcap (`float`, *optional*, defaults to 0.0): Bound of the scores; 0 for none.
     """
 
     scale: float = 1.0
     window: int = 0
+    causal: bool = True
     softcap: float = 0.0
+
+    def mask(self, call: Call, like: Tensor) -> Tensor | None:
+        """A band's additive mask `[q, k]`; `None` where the kernel needs none."""
+        if call.mask != BAND:
+            return None
+        rows, keys = call.rows["q"].longest, call.rows["kv"].longest
+        distance = call.shift + torch.arange(rows)[:, None] - torch.arange(keys)[None, :]
+        lowest = 0 if self.causal else 1 - self.window
+        seen = (distance >= lowest) & (distance < self.window)
+        return torch.zeros(rows, keys, dtype=like.dtype).masked_fill(~seen, float("-inf"))
 
     def capped(self, call: Call, like: Tensor) -> Capped:
         """The same scores for the kernel that caps them."""
-        mask = _mask(call, self.window, like)
-        causal = call.mask == CAUSAL
+        mask, causal = self.mask(call, like), call.mask == CAUSAL
         return Capped(causal=causal, mask=mask, scale=self.scale, softcap=self.softcap)
 
 
@@ -64,7 +66,7 @@ def attend(call: Call, *, q: Fields, kv: Fields, into: Fields, scoring: Scoring)
             *(_padded(t, size) for t in (query, key, value)),
             0.0,
             call.mask == CAUSAL,
-            attn_mask=_mask(call, scoring.window, query),
+            attn_mask=scoring.mask(call, query),
             scale=scoring.scale,
         )
         out = out[..., : value.shape[-1]]
@@ -98,7 +100,7 @@ def attend_grad(
             lse,
             0.0,
             call.mask == CAUSAL,
-            attn_mask=_mask(call, scoring.window, query),
+            attn_mask=scoring.mask(call, query),
             scale=scoring.scale,
         )
     # Rows of padding got no output gradient and are the only ones that see padding: theirs is zero.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .cost import LayerKind
 from .plans import Plan
 from .program import (
     Attend,
@@ -51,8 +52,8 @@ class _Mail:
 class _Rank:
     """One rank's arrays and position in its program."""
 
-    def __init__(self, rank: int, program: Program, mail: _Mail, window: int) -> None:
-        self.rank, self.program, self.mail, self.window = rank, program, mail, window
+    def __init__(self, rank: int, program: Program, mail: _Mail, kind: LayerKind) -> None:
+        self.rank, self.program, self.mail, self.kind = rank, program, mail, kind
         noise = np.random.default_rng(rank)
         self.values = [
             np.zeros(rows, np.uint64)
@@ -132,10 +133,10 @@ class _Rank:
         if document != other:
             raise PlanError(f"rank {self.rank}: document {document} attends to {other}")
         position = np.arange(first, last)
-        low = np.maximum(position - self.window + 1, start) if self.window else start
-        high = np.minimum(position + 1, stop)
-        low = np.broadcast_to(low, position.shape)
-        return np.minimum(low - start, np.maximum(high - start, 0)), np.maximum(high - start, 0)
+        reach = self.kind.window or max(last, stop)
+        ends = position - reach + 1, position + (1 if self.kind.causal else reach)
+        low, high = (np.minimum(np.maximum(end, start), stop) - start for end in ends)
+        return low, high
 
     def _attend(self, q: Block, kv: Block, into: Block) -> None:
         done = {(into.array, row) for row in range(into.start, into.stop)}
@@ -179,7 +180,7 @@ def _prefix(values: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
 
 
-def lock_step(programs: Mapping[int, Program], *, backward: bool, window: int = 0) -> list[_Rank]:
+def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[_Rank]:
     """Run one direction of all ranks' programs, as far as messages and waits go.
 
     Raises:
@@ -187,7 +188,7 @@ def lock_step(programs: Mapping[int, Program], *, backward: bool, window: int = 
             ranks that wait for each other for ever.
     """
     mail = _Mail(len(programs))
-    ranks = [_Rank(r, p, mail, window) for r, p in programs.items()]
+    ranks = [_Rank(r, p, mail, LayerKind()) for r, p in programs.items()]
     _finish(ranks, mail, backward)
     return ranks
 
@@ -220,7 +221,7 @@ def check(plan: Plan) -> None:
     out, dq, dkv = _expected(plan, q, k, g)
     for backward in (False, True):
         mail = _Mail(plan.layout.ranks)
-        states = [_Rank(r, programs[r], mail, plan.kind.window) for r in ranks]
+        states = [_Rank(r, programs[r], mail, plan.kind) for r in ranks]
         for state in states:
             own = plan.layout.flat_rows(state.rank)
             for array, values in ((_Q, q), (_KV, k), (_GRAD, g)):
@@ -244,13 +245,15 @@ def _expected(
     start = 0
     for n in plan.layout.lengths.tolist():
         rows = slice(start, start + n)
-        high = np.arange(1, n + 1)
-        low = np.maximum(high - plan.kind.window, 0) if plan.kind.window else np.zeros_like(high)
+        position = np.arange(n)
+        reach = plan.kind.window or n
+        before, after = np.maximum(position - reach + 1, 0), np.minimum(position + reach, n)
+        high = position + 1 if plan.kind.causal else after
         keys = _prefix(k[rows])
-        out[rows] = q[rows] * (keys[high] - keys[low])
+        out[rows] = q[rows] * (keys[high] - keys[before])
         dq[rows] = g[rows] * out[rows]
-        pull = _prefix(g[rows] * q[rows])
-        last = np.minimum(low[0] + np.arange(n) + (plan.kind.window or n), n)
-        dkv[rows] = k[rows] * (pull[last] - pull[np.arange(n)])
+        pull = _prefix(g[rows] * q[rows])  # the rows that see a key are those at or after it,
+        low = position if plan.kind.causal else before  # and where rows look ahead, before it too
+        dkv[rows] = k[rows] * (pull[after] - pull[low])
         start += n
     return out, dq, dkv

@@ -1,7 +1,8 @@
 """Rows of a document -> score entries: the cost of attention that planners balance.
 
 Floor: plan. A query row at position p of a causal document sees p + 1 keys, or at most `window`
-keys under a sliding window, so a run of rows costs the sum of that. `window` 0 means no window.
+keys under a sliding window, so a run of rows costs the sum of that. `window` 0 means no window. A
+bidirectional row also sees the mirror image: later keys, as far as the window reaches backwards.
 """
 
 from dataclasses import dataclass
@@ -17,14 +18,33 @@ class LayerKind:
     """What a planner must know of a layer: layers of one kind share one plan.
 
     Args:
-        window (`int`): Keys a row may see, itself included; 0 for none.
+        window (`int`): Keys a row may see on one side, itself included; 0 for none.
+        causal (`bool`): Rows see no later key; `False`: as far forwards as backwards.
         query_width (`int`): Elements of one token's queries, heads x head size.
         key_value_width (`int`): Elements of one token's keys and values together.
     """
 
     window: int = 0
+    causal: bool = True
     query_width: int = 1
     key_value_width: int = 1
+
+    def entries(self, start: ArrayLike, stop: ArrayLike, *, length: ArrayLike) -> np.ndarray:
+        """Score entries of query rows `[start, stop)` of documents of `length` tokens, int64."""
+        start, stop, length = (np.asarray(x, np.int64) for x in (start, stop, length))
+        earlier = entries(start, stop, window=self.window)
+        if self.causal:
+            return earlier
+        mirrored = entries(length - stop, length - start, window=self.window)
+        return earlier + mirrored - (stop - start)  # both count the row itself
+
+    def keys_seen(self, rows: Range, *, length: int) -> Range:
+        """The keys that query rows `[start, stop)` of a document of `length` tokens see."""
+        low, high = keys_seen(rows, window=self.window)
+        if not self.causal:
+            mirrored, _ = keys_seen((length - rows[1], length - rows[0]), window=self.window)
+            high = length - mirrored
+        return low, high
 
 
 def _entries_before(position: ArrayLike, window: int) -> np.ndarray:
@@ -37,7 +57,7 @@ def _entries_before(position: ArrayLike, window: int) -> np.ndarray:
 
 
 def entries(start: ArrayLike, stop: ArrayLike, *, window: int) -> np.ndarray:
-    """Score entries of query rows `[start, stop)` (element by element, int64)."""
+    """Score entries of query rows `[start, stop)` of causal documents (int64, by element)."""
     return _entries_before(stop, window) - _entries_before(start, window)
 
 

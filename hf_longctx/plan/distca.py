@@ -6,14 +6,14 @@ producer, so no softmax is merged.
 
 An *item* pairs rows of one document: pair x is rows (head + x, tail - 1 - x). Without a window
 every pair of an item costs the same, so cutting pairs off the inner end moves the most work per
-key.
+key. That holds for bidirectional documents too, whose rows all cost the document's length.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from .cost import LayerKind, entries
+from .cost import LayerKind
 from .layout import GRANULE, Layout
 
 
@@ -52,12 +52,13 @@ def items(layout: Layout) -> np.ndarray:
     return np.asarray(sorted(rows, key=lambda r: (r[_HOME], r[_DOCUMENT], r[_HEAD])), np.int64)
 
 
-def _work(table: np.ndarray, window: int) -> np.ndarray:
+def _work(table: np.ndarray, layout: Layout, kind: LayerKind) -> np.ndarray:
     """Score entries of each item."""
+    length = layout.lengths[table[:, _DOCUMENT]]
     head, tail, first, last = (table[:, c] for c in (_HEAD, _TAIL, _FIRST, _LAST))
-    head_rows = entries(head + first, head + last, window=window)
-    tail_rows = entries(tail - last, tail - first, window=window)
-    middle = entries(head + last, head + last + table[:, _MIDDLE], window=window)
+    head_rows = kind.entries(head + first, head + last, length=length)
+    tail_rows = kind.entries(tail - last, tail - first, length=length)
+    middle = kind.entries(head + last, head + last + table[:, _MIDDLE], length=length)
     return head_rows + tail_rows + middle
 
 
@@ -66,19 +67,19 @@ def balance(layout: Layout, *, kind: LayerKind, tolerance: float) -> np.ndarray:
 
     Args:
         layout (`Layout`): Where the tokens lie; each rank first serves its own rows.
-        kind (`LayerKind`): Window and widths of the layer; the widths weigh a move's bytes.
+        kind (`LayerKind`): What a row sees, and its widths, which weigh a move's bytes.
         tolerance (`float`): Allowed excess over the mean, as a fraction; `inf` moves nothing.
 
     Returns:
         int64 item table as `items` gives it, with servers assigned.
     """
     table = items(layout)
-    work = _work(table, kind.window)
+    work = _work(table, layout, kind)
     load = np.bincount(table[:, _SERVER], weights=work, minlength=layout.ranks)
     mean = load.sum() / layout.ranks
     for receiver in np.argsort(load, kind="stable").tolist():
         while mean - load[receiver] > tolerance * mean:
-            moved = _move(table, work, load, mean, mean, load > mean, receiver, kind)
+            moved = _move(table, work, load, mean, mean, load > mean, receiver, layout, kind)
             if moved is None:
                 break
             table, work = moved
@@ -88,7 +89,7 @@ def balance(layout: Layout, *, kind: LayerKind, tolerance: float) -> np.ndarray:
         while load.max() > (1 + tolerance) * mean:
             donors = np.arange(layout.ranks) == load.argmax()
             receiver = int(load.argmin())
-            moved = _move(table, work, load, mean, ceiling, donors, receiver, kind)
+            moved = _move(table, work, load, mean, ceiling, donors, receiver, layout, kind)
             if moved is None:
                 break
             table, work = moved
@@ -103,12 +104,14 @@ def _move(
     ceiling: float,
     donors: np.ndarray,
     receiver: int,
+    layout: Layout,
     kind: LayerKind,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Make the move to `receiver` with the most work per byte; `None` when there is none.
 
     `load` is updated in place; donors stay above the mean and the receiver below `ceiling`. Bytes
-    of n pairs: 2n query rows and the keys up to the last row moved.
+    of n pairs: 2n query rows and the keys up to the last row moved, or all where rows see later
+    ones.
     """
     candidates = np.flatnonzero(donors[table[:, _SERVER]])
     if not len(candidates):
@@ -121,8 +124,10 @@ def _move(
     per_pair = np.maximum(total / np.maximum(pairs, 1), 1)
     taken = np.where(whole, pairs, np.floor(limit / per_pair).astype(np.int64) // GRANULE * GRANULE)
     keys = np.minimum(rows[:, _TAIL] - rows[:, _LAST] + taken, rows[:, _TAIL])
+    if not kind.causal:
+        keys = layout.lengths[rows[:, _DOCUMENT]].astype(np.int64)
     if kind.window:
-        keys = np.minimum(keys, 2 * taken + 2 * kind.window)
+        keys = np.minimum(keys, 2 * taken + (2 if kind.causal else 4) * kind.window)
     volume = 2 * taken * kind.query_width + keys * kind.key_value_width
     gain = np.where(taken + whole > 0, taken * per_pair / np.maximum(volume, 1), -1.0)
     best = int(np.argmax(gain))
@@ -139,7 +144,7 @@ def _move(
         table[item, _LAST] -= n
         table[item, _MIDDLE] = 0
         table = np.concatenate([table, moved[None]])
-        gone = _work(moved[None], kind.window)[0]
+        gone = _work(moved[None], layout, kind)[0]
         work = np.concatenate([work, [gone]])
         work[item] -= gone
     load[donor] -= gone

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..intervals import Range, intersect, union
-from .cost import LayerKind, keys_seen
+from .cost import LayerKind
 from .distca import Task
 from .layout import Layout
 from .program import (
@@ -44,7 +44,7 @@ class ExchangePlan:
     Args:
         layout (`Layout`): Where the tokens lie.
         tasks (`Iterable[Task]`): The balanced tasks of all ranks, by server, document and row.
-        kind (`LayerKind`): Its window bounds the keys a task needs.
+        kind (`LayerKind`): What its rows see bounds the keys a task needs.
     """
 
     def __init__(self, layout: Layout, tasks: Iterable[Task], *, kind: LayerKind) -> None:
@@ -61,10 +61,14 @@ class ExchangePlan:
         """Key runs that `server` must gather: all it needs but does not hold in one piece."""
         needed: dict[int, list[Range]] = {}
         for task in self.served[server]:
-            keys = keys_seen((task.start, task.stop), window=self.kind.window)
+            keys = self._keys(task)
             if self._local(server, task.document, keys) is None:
                 needed.setdefault(task.document, []).append(keys)
         return tuple(_Context(d, *run) for d in sorted(needed) for run in union(needed[d]))
+
+    def _keys(self, task: Task) -> Range:
+        length = int(self.layout.lengths[task.document])
+        return self.kind.keys_seen((task.start, task.stop), length=length)
 
     def _local(self, rank: int, document: int, tokens: Range) -> int | None:
         """The row of `rank` where `tokens` begin, if it holds them in one run."""
@@ -178,7 +182,7 @@ class _RankProgram:
                 at, row = row, row + task.stop - task.start
             home = {"q": _Q, "out": _OUT, "grad": _GRAD, "dq": _DQ} if own else self.visit
             q, out, grad, dq = (Block(a, at, at + task.stop - task.start) for a in home.values())
-            keys = keys_seen((task.start, task.stop), window=self.plan.kind.window)
+            keys = self.plan._keys(task)
             local = self.plan._local(self.rank, task.document, keys)
             if local is not None:
                 kv, dkv = (Block(a, local, local + keys[1] - keys[0]) for a in (_KV, _DKV))

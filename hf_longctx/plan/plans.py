@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from . import ring
-from .cost import LayerKind, entries, max_over_mean
+from .cost import LayerKind, max_over_mean
 from .distca import Task, balance, items, tasks
 from .exchange import ExchangePlan
 from .layout import Layout, cut
@@ -40,7 +40,8 @@ class Plan:
     def digest(self) -> int:
         """A stable hash of everything the programs follow from, as a non-negative int64."""
         kind = (self.kind.window, self.kind.query_width, self.kind.key_value_width)
-        text = f"{self.algorithm} {self.layout.ranks} {kind}".encode()
+        sees = "" if self.kind.causal else " bidirectional"
+        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}".encode()
         columns = (self.layout.lengths, self.layout.columns, self.tasks)
         parts = [text, *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
@@ -68,7 +69,8 @@ class Plan:
     def work(self, *, balanced: bool) -> np.ndarray:
         """float64 `[ranks]`: score entries per rank, by server, or by home when not `balanced`."""
         by = self.tasks[:, 4 if balanced else 3]
-        cost = entries(self.tasks[:, 1], self.tasks[:, 2], window=self.kind.window)
+        document, start, stop = self.tasks[:, :3].T
+        cost = self.kind.entries(start, stop, length=self.layout.lengths[document])
         return np.bincount(by, weights=cost, minlength=self.layout.ranks)
 
     def attention_max_over_mean(self, *, balanced: bool = True) -> float:
@@ -101,7 +103,8 @@ def make_plan(algorithm: str, layout: Layout, *, kind: LayerKind, tolerance: flo
 
 
 @lru_cache(maxsize=32)
-def local_plan(lengths: tuple[int, ...], window: int) -> Plan:
+def local_plan(lengths: tuple[int, ...], window: int, *, causal: bool = True) -> Plan:
     """The plan of documents that one process holds whole: no exchange (memo of a pure function)."""
     layout = cut(lengths, ranks=1, layout="contiguous")
-    return make_plan("distca", layout, kind=LayerKind(window=window), tolerance=float("inf"))
+    kind = LayerKind(window=window, causal=causal)
+    return make_plan("distca", layout, kind=kind, tolerance=float("inf"))

@@ -7,7 +7,7 @@ next one travels. In backward the chunk's gradient travels with it, one hop behi
 from collections import Counter
 
 from ..intervals import intersect
-from .cost import LayerKind, keys_seen
+from .cost import LayerKind
 from .layout import Layout, Placed
 from .program import (
     HOME,
@@ -61,7 +61,8 @@ class _Ring:
             visiting.setdefault(theirs.document, []).append(theirs)
         found = []
         for mine in self.layout.of_rank(self.rank):
-            seen = keys_seen((mine.start, mine.stop), window=self.kind.window)
+            length = int(self.layout.lengths[mine.document])
+            seen = self.kind.keys_seen((mine.start, mine.stop), length=length)
             for theirs in visiting.get(mine.document, ()):
                 if intersect((theirs.start, theirs.stop), seen):
                     found.append((mine, theirs))

@@ -51,21 +51,24 @@ Step = _Kernels | Post | Wait | Fold | Local
 
 
 @lru_cache(maxsize=256)
-def _steps(program: Program, window: int, backward: bool) -> tuple[tuple[Step, ...], ...]:
+def _steps(
+    program: Program, window: int, causal: bool, backward: bool
+) -> tuple[tuple[Step, ...], ...]:
     """Phases with neighbouring tasks fused (memo of a pure function, keyed by identity)."""
     return tuple(
-        tuple(_fused(program, phase, window))
+        tuple(_fused(program, phase, window, causal))
         for phase in (program.backward if backward else program.forward)
     )
 
 
-def _fused(program: Program, phase: Iterable[Op], window: int) -> Iterable[Step]:
+def _fused(program: Program, phase: Iterable[Op], window: int, causal: bool) -> Iterable[Step]:
     tasks: list[Task] = []
     arrays: dict[str, int] = {}
 
     def flush() -> Iterable[Step]:
         if tasks:
-            yield _Kernels(dict(arrays), calls(tasks, window=window), len(tasks), "dq" in arrays)
+            fused = calls(tasks, window=window, causal=causal)
+            yield _Kernels(dict(arrays), fused, len(tasks), "dq" in arrays)
             tasks.clear()
 
     for op in phase:
@@ -191,7 +194,8 @@ class Execution:
 
     def phase(self, number: int) -> Generator[Exchange]:
         """Run one phase; yields an exchange at each wait, to be resumed once it is done."""
-        for step in _steps(self.program, self.scoring.window, self.backward)[number]:
+        sees = self.scoring.window, self.scoring.causal
+        for step in _steps(self.program, *sees, self.backward)[number]:
             match step:
                 case Post():
                     self._post(step, number)

@@ -18,7 +18,14 @@ CALL_KEYWORDS = frozenset((
 
 
 def refuse_call(
-    module: Any, *, query: Any, key: Any, value: Any, dropout: float, arguments: Mapping[str, Any]
+    module: Any,
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout: float,
+    causal: bool | None,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Refuse an attention call that would not be computed exactly.
 
@@ -26,6 +33,7 @@ def refuse_call(
         module: The attention module that calls.
         query, key, value: `[B, heads, S, D]` tensors.
         dropout (`float`): Attention dropout.
+        causal (`bool`, *optional*): Whether the mask is causal; `None` for a dense one.
         arguments: The call's other keyword arguments.
 
     Raises:
@@ -42,11 +50,13 @@ def refuse_call(
             "output_attentions=True: attention weights are never formed; use "
             "attn_implementation='eager' to look at them"
         )
-    causal = arguments.get("is_causal")
-    if (getattr(module, "is_causal", True) if causal is None else causal) is False:
+    claimed = arguments.get("is_causal")
+    claimed = getattr(module, "is_causal", True) if claimed is None else claimed
+    if causal is not None and bool(claimed) != causal:
+        mask = "a causal mask, or none" if causal else "a bidirectional mask"
         raise ValueError(
-            f"{type(module).__name__} is bidirectional (is_causal=False), which is not built yet; "
-            f"{WITH_SDPA}"
+            f"{type(module).__name__} has is_causal={claimed} but {mask}; hf_longctx needs both to "
+            f"agree, so {WITH_SDPA}"
         )
     if dropout:
         raise ValueError(f"attention dropout={dropout} is refused; set attention_dropout=0.0")

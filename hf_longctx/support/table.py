@@ -15,6 +15,7 @@ def table() -> str:
     lines.append("|---|" + "---|" * len(NAMES) + "---|")
     works = (
         "causal softmax attention, packed documents",
+        "bidirectional attention of encoders and embedders, with or without a window",
         "grouped and multi-query heads",
         "sliding window, alone or mixed with full layers",
         "softcap, attention sinks, value heads of another size",

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
 )
 
-from ..attention.masks import SlidingWindow, attention_mask
+from ..attention.masks import Bidirectional, SlidingWindow, attention_mask
 from ..kernels.reference import attention
 
 REFERENCE = "hf_longctx_reference"
@@ -37,15 +39,18 @@ def reference_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Naive causal attention of one document, `[1, H, S, D]` -> `[1, S, H, D]`."""
+    """Naive attention of one document, `[1, H, S, D]` -> `[1, S, H, D]`."""
     rows = [t[0].transpose(0, 1) for t in (query, key, value)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = mask.size if isinstance(mask, SlidingWindow) else 0
+    if isinstance(mask, Bidirectional):
+        window = mask.window
     out = attention(
         *rows,
         lengths=[query.shape[2]],
         scale=scale,
         window=window,
+        causal=not isinstance(mask, Bidirectional),
         softcap=kwargs.get("softcap") or 0.0,
         sinks=kwargs.get("s_aux"),
     )
@@ -119,6 +124,12 @@ def noise_fields(config: Any) -> list[str]:
     return sorted(name for name, value in noisy.items() if value > 0)
 
 
+def auto_class(config: Any) -> Any:
+    """`AutoModelForCausalLM`, or `AutoModelForMaskedLM` for a family that has no causal model."""
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if causal else AutoModelForMaskedLM
+
+
 def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
     """A model under an attention name: a folder's weights, or a config's redrawn at unit gain.
 
@@ -134,11 +145,11 @@ def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
     for field in noise_fields(config):
         setattr(config.get_text_config(decoder=True), field, 0.0)
     if Path(path).is_dir():
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(config).from_pretrained(
             path, config=config, dtype=torch.float32, **options
         )
     else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        model = auto_class(config).from_config(config, dtype=torch.float32, **options)
         draw_at_unit_gain(model)
     model.config.use_cache = False
     return model.to(dtype)
