@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongCtxTrainer
 from hf_longctx.data.packing import Piece
-from hf_longctx.training.groups import Group
 from hf_longctx.training.report import summary
 
 CLOSE = 1e-5
@@ -169,17 +168,6 @@ def test_b50_twelve_packs_take_three_steps(two):
     assert "2 trainers = 2 group(s) of 1 ranks; a batch holds 1 x 48 = 48 tokens" in arithmetic
     assert "12 packs / 2 group(s) = 6 batches per epoch, accumulated 2 at a time" in arithmetic
     assert arithmetic.endswith("3 steps")
-
-
-def test_b50_four_trainers_in_groups_of_two(tmp_path):
-    trainer = trainer_of(CASES["twelve_packs"], tmp_path, longctx_max_tokens_per_rank=24)
-    trainer.longctx_loaders.group = Group(trainers=4, size=2, index=1, rank=0)
-    loader = trainer.get_train_dataloader()
-    epochs, steps_per_epoch, *_, steps_in_epoch, max_steps = trainer.set_initial_training_values(
-        trainer.args, loader
-    )
-    assert len(loader) == steps_in_epoch == 6
-    assert (epochs, steps_per_epoch, max_steps) == (1, 3, 3)
 
 
 @pytest.mark.parametrize(
