@@ -155,10 +155,8 @@ class Launch:
         ]
         with ExitStack() as stack:
             for owner, name, value in replaced:
-                if name in vars(owner):
-                    stack.callback(setattr, owner, name, vars(owner)[name])
-                else:
-                    stack.callback(delattr, owner, name)
+                # a class without a __new__ of its own gets a plain one: Python forgets none
+                stack.callback(setattr, owner, name, vars(owner).get(name, _plain_new))
                 setattr(owner, name, value)
             yield
 
@@ -220,6 +218,10 @@ class Launch:
             trainer,
             "".join(f"; {change}" for change in changes),
         )
+
+
+def _plain_new(of: type, *args: Any, **kwargs: Any) -> Any:
+    return object.__new__(of)
 
 
 class _Launched(LongCtxTrainerMixin):

@@ -66,9 +66,9 @@ def step_of_numbers(rows: list[Row], folder: Path, **options: Any) -> dict[str, 
         costs = shift_labels[shift_labels != -100] * model.model.norm.weight[0]
         return costs.sum() / num_items_in_batch + 0.0 * logits.sum()  # all weights take part
 
-    model.loss_function = loss
     given = arguments(Case(lengths=()), folder, **ONE_BY_ONE, **options)
     trainer = LongCtxTrainer(model=model, args=given, train_dataset=rows)
+    model.loss_function = loss  # the trainer would refuse a model that came with it
     trainer.train()
     (step,) = (entry for entry in trainer.state.log_history if "loss" in entry)
     return {key: step[key] for key in ("loss", "grad_norm")}

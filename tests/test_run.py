@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
     Trainer,
+    TrainingArguments,
 )
 
 from hf_longctx.run import Launch, main, read
@@ -113,12 +114,13 @@ def test_a_parser_that_knows_none_gets_none():
     assert not launch.handed
 
 
-def test_everything_is_put_back():
-    before = [vars(argparse.ArgumentParser)["parse_known_args"], sys.argv, Trainer.__new__]
+def test_everything_is_put_back(tmp_path):
+    parsing, argv = argparse.ArgumentParser.parse_known_args, sys.argv
     with patched("s.py --attn_implementation ring").patched():
-        assert Trainer.__new__ is not before[2]
-    after = [vars(argparse.ArgumentParser)["parse_known_args"], sys.argv, Trainer.__new__]
-    assert before == after
+        assert argparse.ArgumentParser.parse_known_args is not parsing
+    assert argparse.ArgumentParser.parse_known_args is parsing and sys.argv is argv
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert type(Trainer(model=torch.nn.Linear(1, 1), args=arguments)) is Trainer
 
 
 @pytest.mark.parametrize("name", ["distca", "ring"])

@@ -114,12 +114,12 @@ def load_config(path: str) -> Any:
 
 
 def noise_fields(config: Any) -> list[str]:
-    """The fields of a config that draw random numbers in training: dropouts and router jitter."""
+    """The fields of a config that draw random numbers in training: dropouts."""
     text = config.get_text_config(decoder=True)
     noisy = {
         name: value
         for name, value in text.to_dict().items()
-        if ("drop" in name or "jitter" in name) and isinstance(value, float)
+        if "drop" in name and isinstance(value, float)
     }
     return sorted(name for name, value in noisy.items() if value > 0)
 
