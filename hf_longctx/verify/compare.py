@@ -26,7 +26,7 @@ from .twins import (
     backward,
     build,
     load_config,
-    noise_fields,
+    dropout_fields,
     precision,
     register_reference,
 )
@@ -205,7 +205,7 @@ def verify(
         "ranks": ranks,
         "layout": case.layout,
         "logit_columns": len(case.columns),
-        "set_to_0": noise_fields(config),
+        "set_to_0": dropout_fields(config),
         "bounds": bounds,
         "failed": _failed(report, bounds),
     }
