@@ -25,8 +25,8 @@ from .twins import (
     REFERENCE,
     backward,
     build,
-    load_config,
     dropout_fields,
+    load_config,
     precision,
     register_reference,
 )
