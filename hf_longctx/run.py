@@ -133,7 +133,6 @@ class Launch:
             if command.module:
                 runpy.run_module(command.script, run_name="__main__", alter_sys=True)
             else:
-                sys.path[0] = os.path.dirname(os.path.abspath(command.script))
                 runpy.run_path(command.script, run_name="__main__")
         if not self.trainers:
             logger.warning(
@@ -143,10 +142,12 @@ class Launch:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """The public names replaced, and the script's arguments in `sys.argv`."""
+        """The public names replaced, and `sys` as the script expects it."""
         parser, auto = argparse.ArgumentParser, AutoModelForCausalLM
+        folder = os.path.dirname(os.path.abspath(self.command.script))
         replaced: list[tuple[Any, str, Any]] = [
             (sys, "argv", [self.command.script, *self.command.rest]),
+            (sys, "path", sys.path if self.command.module else [folder, *sys.path[1:]]),
             (parser, "parse_known_args", self._parsing(parser.parse_known_args)),
             (PreTrainedModel, "from_pretrained", self._naming(PreTrainedModel.from_pretrained)),
             (auto, "from_pretrained", self._naming(auto.from_pretrained)),

@@ -115,10 +115,12 @@ def test_a_parser_that_knows_none_gets_none():
 
 
 def test_everything_is_put_back(tmp_path):
-    parsing, argv = argparse.ArgumentParser.parse_known_args, sys.argv
-    with patched("s.py --attn_implementation ring").patched():
+    parsing, argv, path = argparse.ArgumentParser.parse_known_args, sys.argv, [*sys.path]
+    with patched("/folder/s.py --attn_implementation ring").patched():
         assert argparse.ArgumentParser.parse_known_args is not parsing
-    assert argparse.ArgumentParser.parse_known_args is parsing and sys.argv is argv
+        assert sys.path == ["/folder", *path[1:]]
+    assert argparse.ArgumentParser.parse_known_args is parsing
+    assert sys.argv is argv and sys.path == path
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     assert type(Trainer(model=torch.nn.Linear(1, 1), args=arguments)) is Trainer
 

@@ -25,8 +25,8 @@ from .twins import (
     REFERENCE,
     backward,
     build,
+    dropout_fields,
     load_config,
-    noise_fields,
     precision,
     register_reference,
 )
@@ -205,7 +205,7 @@ def verify(
         "ranks": ranks,
         "layout": case.layout,
         "logit_columns": len(case.columns),
-        "set_to_0": noise_fields(config),
+        "set_to_0": dropout_fields(config),
         "bounds": bounds,
         "failed": _failed(report, bounds),
     }

@@ -113,15 +113,15 @@ def load_config(path: str) -> Any:
     return AutoConfig.for_model(**given)
 
 
-def noise_fields(config: Any) -> list[str]:
-    """The fields of a config that draw random numbers in training: dropouts."""
+def dropout_fields(config: Any) -> list[str]:
+    """The fields of a config that drop something at random in training."""
     text = config.get_text_config(decoder=True)
-    noisy = {
+    found = {
         name: value
         for name, value in text.to_dict().items()
         if "drop" in name and isinstance(value, float)
     }
-    return sorted(name for name, value in noisy.items() if value > 0)
+    return sorted(name for name, value in found.items() if value > 0)
 
 
 def auto_class(config: Any) -> Any:
@@ -142,7 +142,7 @@ def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
     """
     options = {"attn_implementation": name, "experts_implementation": "eager"}
     config = load_config(path)
-    for field in noise_fields(config):
+    for field in dropout_fields(config):
         setattr(config.get_text_config(decoder=True), field, 0.0)
     if Path(path).is_dir():
         model = auto_class(config).from_pretrained(
