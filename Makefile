@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)  ## fine-tune SmolLM2-135M on two CPU ranks, reload it, generate a line
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/accelerate launch \
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(BIN)/accelerate launch \
 		--config_file accelerate_configs/cpu_2.yaml recipes/sft.py \
 		--config recipes/smollm2/distca_cpu.yaml --summary_json demo.json
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/reload_and_generate.py outputs/smollm2-distca-cpu

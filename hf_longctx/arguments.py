@@ -4,7 +4,8 @@ Floor: arguments. `LongCtxArguments` works with `HfArgumentParser` and `TrlParse
 `LongCtxTrainingArguments` is a `TrainingArguments` with the same fields.
 """
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -12,6 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from transformers import TrainingArguments
 
 from .support import refuse_arguments
+
+logger = logging.getLogger(__name__)
 
 _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_layout": ("auto", "contiguous", "zigzag", "spread"),
@@ -87,6 +90,9 @@ class LongCtxArguments:
         following = getattr(super(), "__post_init__", None)  # of a TrainingArguments mixed in
         if following is not None:
             following()
+            for name, value in unset_batch_sizes(self).items():
+                setattr(self, name, 1)
+                logger.info("%s, unset, is 1 instead of %d", name, value)
 
     def check_longctx(self) -> None:
         """Check the fields that need nothing else.
@@ -156,6 +162,21 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
         refuse_arguments(self)
         super().__post_init__()
         refuse_arguments(self)
+
+
+def unset_batch_sizes(arguments: Any) -> dict[str, int]:
+    """Per-device batch sizes that stand at their class's default, though a batch is one pack.
+
+    Args:
+        arguments: Training arguments of any class.
+
+    Returns:
+        Field -> its default, where that is not 1.
+    """
+    defaults = {field.name: field.default for field in fields(arguments)}
+    names = {"per_device_train_batch_size", "per_device_eval_batch_size"} & defaults.keys()
+    found = {name: getattr(arguments, name) for name in sorted(names)}
+    return {name: size for name, size in found.items() if size == defaults[name] and size != 1}
 
 
 def _refuse_type(name: str, value: object, *, hint: Any, default: object) -> None:

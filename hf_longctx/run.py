@@ -15,102 +15,25 @@ import logging
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
-from .arguments import LongCtxArguments
-from .support import NAMES, PLANNED_NAMES
+from .arguments import LongCtxArguments, unset_batch_sizes
+from .run_flags import NAME, Command, flags_in, read
 from .training.trainer import LongCtxTrainerMixin
 
 logger = logging.getLogger("hf_longctx.run")  # this module runs as __main__
-_NAME = "attn_implementation"
-_BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
-_EPILOG = """\
-Flags that start with --longctx_ and --attn_implementation may stand anywhere behind the script.
-They go to the script where its own parser knows them; everything else is handed on as it is.
-
-The script's transformers.Trainer, or trl.SFTTrainer, then takes documents (rows of input_ids and
-optional labels) and shares batches of them among the ranks. A batch holds ranks x
---longctx_max_tokens_per_rank tokens, so per_device_train_batch_size must be 1; left out, it is.
-`hf-longctx check --model M` says beforehand whether a model will do.
-"""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """A command line, taken apart.
-
-    Args:
-        script (`str`): Path of the script, or name of a module.
-        module (`bool`): Whether it is a module (`-m NAME`).
-        rest (`list[str]`): The script's arguments without ours.
-        taken (`dict[str, str]`): Ours, as given: flag with underscores -> value.
-        name (`str`): Attention name.
-        longctx (`LongCtxArguments`): The `longctx_*` flags.
-    """
-
-    script: str
-    module: bool
-    rest: list[str]
-    taken: dict[str, str]
-    name: str
-    longctx: LongCtxArguments
-
-
-def read(argv: Sequence[str]) -> Command:
-    """Take our flags off a command line.
-
-    Raises:
-        SystemExit: on `--help`, a missing script, or a flag of ours that is wrong.
-        ValueError: from `LongCtxArguments`.
-    """
-    parser = HfArgumentParser(
-        LongCtxArguments,
-        prog="accelerate launch -m hf_longctx.run",
-        usage="%(prog)s [-m] SCRIPT --attn_implementation NAME [--longctx_* ...] [SCRIPT'S FLAGS]",
-        description=(__doc__ or "").split("\n\n")[0].replace("\n", " "),
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        f"--{_NAME}", required=True, choices=(*NAMES, *PLANNED_NAMES), help="How attention runs."
-    )
-    if not argv or argv[0] in ("-h", "--help"):
-        parser.parse_args(["--help"])
-    module = argv[0] == "-m"
-    script, *given = argv[1:] if module and len(argv) > 1 else argv
-    if script.startswith("-"):
-        parser.error(f"the script comes first, before {script}")
-    rest, taken = _split(given)
-    flags = [part for flag, value in taken.items() for part in (f"--{flag}", value)]
-    longctx, named, unknown = parser.parse_args_into_dataclasses(
-        flags, look_for_args_file=False, return_remaining_strings=True
-    )
-    if unknown:
-        parser.error(f"no such flag: {unknown[0]}; --help lists those that start with --longctx_")
-    return Command(
-        script=script, module=module, rest=rest, taken=taken, name=named.attn_implementation,
-        longctx=longctx,
-    )  # fmt: skip
-
-
-def _split(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The script's arguments, and ours by flag; a flag given twice counts the last time."""
-    rest, taken = [], {}
-    left = iter(given)
-    for part in left:
-        flag, equals, value = part.removeprefix("--").partition("=")
-        flag = flag.replace("-", "_")
-        if part.startswith("--") and (flag == _NAME or flag.startswith("longctx_")):
-            taken[flag] = value if equals else next(left, "")
-        else:
-            rest.append(part)
-    return rest, taken
+_WAIT_SECONDS = 600  # as LongCtxTrainingArguments: a lost trainer is noticed sooner
 
 
 class Launch:
@@ -162,19 +85,21 @@ class Launch:
             yield
 
     def _parsing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`parse_known_args` that hands our flags to a parser that knows them."""
+        """`parse_known_args` that hands our flags to a parser that knows them.
+
+        They go first, so that nothing behind a `--` or a subcommand swallows them; a list that the
+        script wrote out empty gets none.
+        """
 
         def parse_known_args(parser: Any, args: Any = None, namespace: Any = None) -> Any:
             given = sys.argv[1:] if args is None else list(args)
-            known = {
-                action.dest: action.option_strings[0]
-                for action in parser._actions
-                if action.dest in self.command.taken and action.option_strings
-            }
-            self.handed |= _NAME in known
-            for dest, flag in known.items():
-                given += [flag, self.command.taken[dest]]
-            return original(parser, given, namespace)
+            taken, first = self.command.taken, []
+            for action in parser._actions if args is None or given else ():
+                allowed = action.choices is None or taken.get(action.dest) in action.choices
+                if action.dest in taken and action.option_strings and allowed:
+                    self.handed |= action.dest == NAME
+                    first += [action.option_strings[0], taken[action.dest]]
+            return original(parser, [*first, *given], namespace)
 
         return parse_known_args
 
@@ -183,10 +108,10 @@ class Launch:
 
         def load(of: type, *args: Any, **kwargs: Any) -> Any:
             if "ForCausalLM" in of.__name__:
-                given = kwargs.get(_NAME)
+                given = kwargs.get(NAME)
                 if given not in (None, self.command.name):
-                    logger.warning("%s=%r of the script gives way to the flag", _NAME, given)
-                kwargs[_NAME] = self.command.name
+                    logger.warning("%s=%r of the script gives way to the flag", NAME, given)
+                kwargs[NAME] = self.command.name
             return original.__func__(of, *args, **kwargs)
 
         return classmethod(load)
@@ -196,8 +121,6 @@ class Launch:
         return object.__new__(self.cooperative(of))
 
     def _cooperative(self, of: type) -> type:
-        if issubclass(of, LongCtxTrainerMixin):
-            return of
         return type(of.__name__, (_Launched, of), {"launch": self, "__module__": of.__module__})
 
     def say(self, trainer: str, changes: Sequence[str]) -> None:
@@ -208,10 +131,10 @@ class Launch:
         command = self.command
         logger.info(
             "hf_longctx.run: %s=%r went to %s; %s",
-            _NAME,
+            NAME,
             command.name,
             "the script's own flag and from_pretrained" if self.handed else "from_pretrained",
-            ", ".join(f"{k}={v}" for k, v in command.taken.items() if k != _NAME)
+            ", ".join(f"{k}={v}" for k, v in command.taken.items() if k != NAME)
             or "longctx_* flags have their defaults",
         )
         logger.info(
@@ -219,6 +142,12 @@ class Launch:
             trainer,
             "".join(f"; {change}" for change in changes),
         )
+
+
+def _from_us(error: BaseException) -> bool:
+    """Whether an error was raised by a line of this package."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("hf_longctx")
 
 
 def _plain_new(of: type, *args: Any, **kwargs: Any) -> Any:
@@ -230,33 +159,39 @@ class _Launched(LongCtxTrainerMixin):
 
     launch: ClassVar[Launch]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except ValueError as error:
+            if not _from_us(error):
+                raise
+            logger.error("error: %s", error)  # the script's own lines would say nothing
+            sys.exit(2)
+
     def _longctx_arguments(self) -> None:
         """Attach the `longctx_*` fields, and the only batch size that packs have."""
-        arguments, changes = self.args, []
+        arguments, command, changes = self.args, self.launch.command, []
         for field in dataclasses.fields(LongCtxArguments):
-            if not hasattr(arguments, field.name):
-                setattr(arguments, field.name, getattr(self.launch.command.longctx, field.name))
-        arguments.longctx_attention = None
-        defaults = {field.name: field.default for field in dataclasses.fields(arguments)}
-        for size in _BATCH_SIZES:
-            value = getattr(arguments, size)
-            if value != 1 and value == defaults[size] and size not in _flags(sys.argv):
+            if field.name in command.taken or not hasattr(arguments, field.name):
+                setattr(arguments, field.name, getattr(command.longctx, field.name))
+        given = flags_in(sys.argv)
+        for size, value in unset_batch_sizes(arguments).items():
+            if size not in given:
                 setattr(arguments, size, 1)
                 changes.append(f"{size}, unset, is 1 instead of {value}")
         self._train_batch_size = arguments.train_batch_size
+        usual = TrainingArguments.__dataclass_fields__["ddp_timeout"].default
+        if arguments.ddp_timeout == usual and "ddp_timeout" not in given:
+            arguments.ddp_timeout = _WAIT_SECONDS
         if getattr(arguments, "max_length", None):  # of SFTConfig, 1024 when left out
             changes.append(f"max_length={arguments.max_length} of the script cut them beforehand")
         self.launch.say(type(self).__name__, changes)
 
 
-def _flags(argv: Sequence[str]) -> set[str]:
-    return {part.partition("=")[0].lstrip("-").replace("-", "_") for part in argv}
-
-
 def _wants_deepspeed(command: Command) -> bool:
     """Accelerate passes over DeepSpeed where its own variable asks for the CPU."""
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
-    return by_launcher or "deepspeed" in _flags(command.rest)
+    return by_launcher or "deepspeed" in flags_in(command.rest)
 
 
 def _log_to_stderr() -> None:

@@ -69,7 +69,11 @@ class DataArguments:
         default=False, metadata={"help": "Conversations: learn only what the assistant says."}
     )
     completion_only_loss: bool = field(
-        default=True, metadata={"help": "Prompts with completions: learn the completions only."}
+        default=True,
+        metadata={
+            "help": "Prompts with completions: prompts are no targets "
+            "(--no_completion_only_loss: they are)."
+        },
     )
     streaming: bool = field(
         default=False,
@@ -125,6 +129,10 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, LongCtxTraini
     for name, value in (("model_name_or_path", model.model_name_or_path), ("data", data.data)):
         if not value:
             raise ValueError(f"--{name} is missing; give it as a flag or in --config")
+    if data.streaming and training.max_steps < 1:
+        raise ValueError(
+            "--streaming needs --max_steps: a stream has no length; give the number of steps"
+        )
     return model, data, training
 
 

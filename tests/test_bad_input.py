@@ -12,13 +12,13 @@ import torch
 from datasets import Dataset, DatasetDict
 from tiny import Document, documents, tiny
 from train_cases import Case, arguments, launch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.data import data_collator as stock
 
 from hf_longctx import LongCtxTrainer
 from hf_longctx.data.batch import KEY
 from hf_longctx.support import refuse_given
-from hf_longctx.training.collators import leave_out
+from hf_longctx.training.trainer import LongCtxTrainerMixin
 
 SMALL = Case(lengths=(20, 9))
 
@@ -137,25 +137,105 @@ class OneMore(stock.DataCollatorWithPadding):
 
 
 @pytest.mark.parametrize(
-    "collator", [stock.default_data_collator, stock.DataCollatorWithFlattening()]
+    ("collator", "said"),
+    [(stock.default_data_collator, 0), (stock.DataCollatorWithFlattening(), 1)],
 )
-def test_collators_that_only_pad_are_left_out(collator, caplog):
+def test_collators_that_only_pad_are_left_out(tmp_path, collator, said, caplog):
     with caplog.at_level("INFO", logger="hf_longctx"):
-        assert leave_out(collator) is None
-    assert "is left out: documents are packed without padding" in caplog.text
+        trainer(tmp_path, documents([9]), data_collator=collator)
+    assert caplog.text.count("is left out: documents are packed without padding") == said
 
 
-def test_a_language_modelling_collator_leaves_pad_out_of_the_loss(caplog):
+def test_a_language_modelling_collator_leaves_pad_out_of_the_loss(tmp_path, caplog):
     tokenizer = SimpleNamespace(pad_token_id=2, mask_token="m")
+    collator = stock.DataCollatorForLanguageModeling(tokenizer, mlm=False)
     with caplog.at_level("INFO", logger="hf_longctx"):
-        assert leave_out(stock.DataCollatorForLanguageModeling(tokenizer, mlm=False)) == 2
+        made = trainer(tmp_path, [row(1, 2, 3)], data_collator=collator)
     assert "id 2 (pad) is no target" in caplog.text
-    for collator in (
+    (batch,) = made.get_train_dataloader()
+    assert batch["shift_labels"].tolist() == [[-100, 3, -100]]
+    with pytest.raises(ValueError, match="whatever .'labels'. say; drop those columns"):
+        trainer(tmp_path, [row(1, 2, labels=[1, 2])], data_collator=collator)
+    for other in (
         stock.DataCollatorForLanguageModeling(tokenizer, mlm=True),
         OneMore(tokenizer),
     ):
         with pytest.raises(ValueError, match="leave it out and pass documents"):
-            leave_out(collator)
+            trainer(tmp_path, [row(1, 2)], data_collator=other)
+
+
+def test_a_collator_set_elsewhere_is_refused_too(tmp_path):
+    class Sets(LongCtxTrainerMixin, Trainer):
+        pass
+
+    class Theirs(Trainer):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(data_collator=halves, **given)
+
+    class Both(LongCtxTrainerMixin, Theirs):
+        pass
+
+    given = {"args": arguments(SMALL, tmp_path), "train_dataset": documents([9])}
+    given["model"] = tiny("distca", dtype=torch.float32)
+    with pytest.raises(ValueError, match="data_collator=halves"):
+        Both(**given)
+    later = Sets(**given)
+    later.data_collator = halves
+    with pytest.raises(ValueError, match="data_collator=halves"):
+        later.get_train_dataloader()
+
+
+def own_loss(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach()
+
+
+def masked_inputs(self: Any, inputs: Any) -> Any:
+    inputs["labels"][0, 0] = -100
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"training_step": own_loss}, "Theirs has a step of its own that does not call compute_l"),
+        ({"_prepare_inputs": masked_inputs}, "Theirs changed labels of a batch"),
+        (
+            {"get_batch_samples": lambda self, batches, number, device: ([next(batches)], None)},
+            "Theirs gave its loss no num_items_in_batch",
+        ),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_b07_steps_with_another_loss_are_refused(tmp_path, method, message):
+    theirs = type("Theirs", (LongCtxTrainerMixin, type("Base", (Trainer,), method)), {})
+    given = {"args": arguments(SMALL, tmp_path), "train_dataset": documents([9])}
+    made = theirs(model=tiny("distca", dtype=torch.float32), **given)
+    with pytest.raises(ValueError, match=message):
+        made.train()
+    assert made.state.global_step == 0
+
+
+def test_an_evaluation_step_with_another_loss_is_refused(tmp_path):
+    def own_step(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
+        return model(**inputs).loss.detach(), None, None
+
+    base = type("Base", (Trainer,), {"prediction_step": own_step})
+    theirs = type("Theirs", (LongCtxTrainerMixin, base), {})
+    given = {"args": arguments(SMALL, tmp_path), "eval_dataset": documents([9])}
+    made = theirs(model=tiny("distca", dtype=torch.float32), **given)
+    with pytest.raises(ValueError, match="does not call compute_loss"):
+        made.evaluate()
+
+
+@pytest.mark.parametrize("name", ["get_train_dataloader", "_get_train_sampler"])
+def test_loaders_that_would_never_be_called_are_refused(tmp_path, name):
+    base = type("Base", (Trainer,), {name: lambda self, *args: None})
+    theirs = type("Theirs", (LongCtxTrainerMixin, base), {})
+    given = {"args": arguments(SMALL, tmp_path), "train_dataset": documents([9])}
+    with pytest.raises(ValueError, match=rf"Base.{name} is overridden, but batches are packed"):
+        theirs(model=tiny("distca", dtype=torch.float32), **given)
 
 
 def test_arguments_without_our_fields_are_refused(tmp_path):

@@ -90,7 +90,7 @@ def test_b03_the_first_token_of_a_packed_document_is_no_target():
         ({"completion_mask": [0, 0, 1, 1]}, [-100, -100, 7, 7]),
         ({"assistant_masks": [0, 1, 0, 1]}, [-100, 6, -100, 7]),
         ({"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 0, 1, 1]}, [-100, -100, 7, 7]),
-        ({"completion_mask": [0, 1, 1, 1], "labels": [1, 2, -100, 3]}, [-100, 2, -100, 3]),
+        ({"completion_mask": [0, 1, 1, 1], "labels": [1, 2, -100, 3]}, [1, 2, -100, 3]),
     ],
 )
 def test_masks_are_folded_into_labels(row, labels):

@@ -163,6 +163,7 @@ ARGUMENTS = {
 }
 FOREIGN = {  # no fields of our arguments
     "DataParallel": SimpleNamespace(n_gpu=2),
+    "generation as prediction": SimpleNamespace(predict_with_generate=True),
     "wrapped packing": SimpleNamespace(packing=True, packing_strategy="wrapped"),
 }
 

@@ -19,7 +19,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_longctx.run import Launch, main, read
+from hf_longctx.run import Launch, main
+from hf_longctx.run_flags import read
 from hf_longctx.training.trainer import LongCtxTrainerMixin
 
 SCRIPT = ROOT / "tests" / "scripts" / "stock_trainer.py"
@@ -70,7 +71,10 @@ def test_flags_are_taken_off_and_all_others_left_alone():
         ("s.py", "the following arguments are required: --attn_implementation"),
         ("s.py --attn_implementation sdpa", "invalid choice: 'sdpa'"),
         ("--attn_implementation distca s.py", "the script comes first"),
-        ("s.py --attn_implementation distca --longctx_layuot zigzag", "longctx_layuot"),
+        (
+            "s.py --attn_implementation distca --longctx_layuot zigzag",
+            "no such flag: --longctx_layuot; did you mean --longctx_layout?",
+        ),
         ("s.py --attn_implementation distca --longctx_group_size x", "longctx_group_size"),
     ],
 )
@@ -81,10 +85,12 @@ def test_a_wrong_flag_ends_before_the_script_starts(line, said, capsys):
 
 
 def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as ended:
-        read(["--help"])
+    for argv, code in ((["--help"], 0), ([], 2)):
+        with pytest.raises(SystemExit) as ended:
+            read(argv)
+        assert ended.value.code == code
     printed = capsys.readouterr().out
-    assert ended.value.code == 0
+    assert "(default: 4096)" in printed
     for word in ("SCRIPT", "--longctx_max_tokens_per_rank", "hf-longctx check", "SFTTrainer"):
         assert word in printed
 
@@ -103,6 +109,22 @@ def test_the_scripts_parser_gets_the_flags_it_knows():
         found = parser.parse_args()
     assert (found.lr, found.attn_implementation, found.longctx_layout) == ("3", "ring", "zigzag")
     assert launch.handed and sys.argv[0] != "s.py"
+
+
+def test_flags_go_first_and_only_where_they_are_allowed():
+    launch = patched("s.py --attn_implementation ring a b")
+    files, chooser, sub = (argparse.ArgumentParser() for _ in range(3))
+    files.add_argument("--attn_implementation")
+    files.add_argument("files", nargs=argparse.REMAINDER)
+    chooser.add_argument("--attn_implementation", choices=["sdpa", "eager"], default="sdpa")
+    sub.add_argument("--attn_implementation")
+    sub.add_subparsers(dest="command").add_parser("a").add_argument("more")
+    with launch.patched():
+        found = files.parse_args()
+        assert (found.attn_implementation, found.files) == ("ring", ["a", "b"])
+        assert sub.parse_args().attn_implementation == "ring"
+        assert sub.parse_args([]).attn_implementation is None
+        assert chooser.parse_known_args()[0].attn_implementation == "sdpa"  # from_pretrained will
 
 
 def test_a_parser_that_knows_none_gets_none():
@@ -140,27 +162,29 @@ def test_every_way_to_a_causal_model_gets_the_name(checkpoint, name, caplog):
     assert other.config._attn_implementation == "sdpa"
 
 
-def test_subclasses_of_a_trainer_become_cooperative_and_ours_stay():
+def test_subclasses_of_a_trainer_become_cooperative():
     class Theirs(Trainer):
         pass
 
     class Ours(LongCtxTrainerMixin, Trainer):
         pass
 
-    launch = patched("s.py --attn_implementation ring")
-    made = launch.cooperative(Theirs)
-    assert issubclass(made, (LongCtxTrainerMixin, Theirs)) and made.__name__ == "Theirs"
-    assert made is launch.cooperative(Theirs)
-    assert launch.cooperative(Ours) is Ours
+    launch = patched("s.py --attn_implementation ring --longctx_max_tokens_per_rank 9")
+    for of in (Theirs, Ours):
+        made = launch.cooperative(of)
+        assert issubclass(made, LongCtxTrainerMixin) and issubclass(made, of)
+        assert made.__name__ == of.__name__ and made is launch.cooperative(of)
 
 
-def test_a_batch_size_that_was_set_is_refused(checkpoint, monkeypatch):
+def test_a_batch_size_that_was_set_is_refused(checkpoint, caplog):
     flags = [
         str(SCRIPT), "--model", str(checkpoint / "model"), "--attn_implementation", "distca",
         "--data", str(checkpoint / "texts" / "train.jsonl"), *training_flags(checkpoint, "refused"),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="per_device_train_batch_size=8"):
+    with pytest.raises(SystemExit) as ended:
         Launch(read([*flags, "--per_device_train_batch_size=8"])).run()
+    assert ended.value.code == 2
+    assert "error: per-device batch sizes: per_device_train_batch_size=8" in caplog.text
 
 
 def test_a_script_without_a_trainer_is_told(tmp_path, caplog):

@@ -120,7 +120,8 @@ def _template(tokenizer: Any, *, marked: bool) -> str | None:
         )
     if not marked or _GENERATION.search(own):
         return None
-    if importlib.util.find_spec("trl") is not None:
+    with_trl = importlib.util.find_spec("trl") is not None
+    if with_trl:
         from trl.chat_template_utils import get_training_chat_template
 
         try:
@@ -130,10 +131,11 @@ def _template(tokenizer: Any, *, marked: bool) -> str | None:
         if found is not None:
             logger.warning("chat template without {%% generation %%} marks: TRL's is used instead")
             return str(found)
+    remedy = "" if with_trl else ", or install trl, which ships marked templates for some families"
     raise ValueError(
         "assistant_only_loss=True needs {% generation %} marks in the chat template, which this "
-        "one has not; put them around what the assistant says (tokenizer.chat_template), or "
-        "install trl, which ships marked templates for some families"
+        "one has not; put {% generation %} and {% endgeneration %} around what the assistant says "
+        f"(tokenizer.chat_template){remedy}"
     )
 
 

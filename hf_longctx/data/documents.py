@@ -29,6 +29,14 @@ class Rows(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
+def columns_in(dataset: Any) -> list[str]:
+    """The columns of a data set, or of its first row; none for a stream that does not know them."""
+    named = getattr(dataset, "column_names", None)
+    if named is None and hasattr(dataset, "__len__") and len(dataset):
+        named = dataset[0]
+    return list(named or ())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
     """A data set seen as documents: a view, which copies no tokens.
@@ -63,11 +71,13 @@ def read(
 ) -> dict[str, np.ndarray]:
     """Tokens [start, stop) of a row as a document: see `Documents`.
 
-    A token is a target where its label is not `IGNORE` and every mask of the row holds 1. The first
-    token never is one, as nothing precedes it: `targets.shift` leaves it out.
+    A token is a target where its label is not `IGNORE`, or, in a row without labels, every mask
+    holds 1: who made labels has decided on the masks (TRL keeps one that it was told to leave out).
+    The first token never is one, as nothing precedes it: `targets.shift` leaves it out.
     """
     ids = np.asarray(row["input_ids"], np.int64)[start:stop]
-    given, masks = row.get("labels"), [name for name in MASKS if name in row]
+    given = row.get("labels")
+    masks = [name for name in MASKS if name in row and given is None]
     if given is None and not masks and ignore_id is None:
         return {"input_ids": ids}
     labels = ids.copy() if given is None else np.array(given, np.int64)[start:stop]

@@ -20,6 +20,7 @@ from .targets import IGNORE
 _COLUMNS = ("input_ids", "labels", "attention_mask", *MASKS, *BOUNDARIES)
 _REFUSED = (  # columns that bound documents or say which tokens are targets, and are not read
     "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "shift_labels", "loss_mask",
+    "label_ids",
 )  # fmt: skip
 _ROWS_AT_ONCE = 128  # amortises the overhead of a batch; 128 rows of 128K tokens are 128 MiB
 

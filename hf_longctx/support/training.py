@@ -158,6 +158,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "use bfd_split or bfd, or no packing: hf_longctx packs by itself",
     ),
     Rule(
+        "generation as prediction",
+        _unless("predict_with_generate", False),
+        "batches hold parts of several documents, no prompts",
+        "leave it out and call generate in a callback or in compute_metrics",
+    ),
+    Rule(
         "torch.compile",
         _unless("torch_compile", False),
         "exchanges cannot be traced yet",

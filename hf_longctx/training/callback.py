@@ -45,5 +45,5 @@ class LongCtxCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the table of steps."""
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and any("longctx_tokens" in x for x in state.log_history):
             logger.info("steps:\n%s", table(state.log_history))

@@ -5,10 +5,12 @@ to do; what it says of labels is kept.
 """
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from transformers.data import data_collator as stock
 
+from ..data.documents import MASKS
 from ..support.probed import COLLATOR
 
 logger = logging.getLogger(__name__)
@@ -23,10 +25,10 @@ _PADDING = (  # exact classes: a subclass may do anything
 
 
 def leave_out(collator: Any) -> int | None:
-    """Check that a collator can be left out, and say so.
+    """Check that a collator can be left out.
 
     Args:
-        collator: What the user passed as `data_collator`; `None` for nothing.
+        collator: A Trainer's `data_collator`: the user's, or the Trainer's own.
 
     Returns:
         The id that is no target in rows without labels: language-modelling collators leave the pad
@@ -35,28 +37,42 @@ def leave_out(collator: Any) -> int | None:
     Raises:
         ValueError: for a collator that may do more than pad.
     """
-    if collator is None:
+    of = type(collator)
+    from_trl = of.__module__.startswith("trl.") and of.__name__ == "DataCollatorForLanguageModeling"
+    pads = collator is stock.default_data_collator or of in _PADDING or from_trl
+    if not pads or getattr(collator, "mlm", False):
+        name = getattr(collator, "__name__", of.__name__)
+        raise ValueError(COLLATOR.message(f"data_collator={name}"))
+    if of is not stock.DataCollatorForLanguageModeling:
         return None
-    if not _pads(collator):
-        raise ValueError(COLLATOR.message(f"data_collator={_name(collator)}"))
-    ignored: int | None = None
-    if type(collator) is stock.DataCollatorForLanguageModeling:
-        ignored = getattr(collator.tokenizer, "pad_token_id", None)
-    logger.info(
-        "data_collator=%s is left out: documents are packed without padding%s",
-        _name(collator),
-        "" if ignored is None else f"; as with it, id {ignored} (pad) is no target",
-    )
+    ignored: int | None = getattr(collator.tokenizer, "pad_token_id", None)
     return ignored
 
 
-def _pads(collator: Any) -> bool:
-    if getattr(collator, "mlm", False):
-        return False
-    of = type(collator)
-    from_trl = of.__module__.startswith("trl.") and of.__name__ == "DataCollatorForLanguageModeling"
-    return collator is stock.default_data_collator or of in _PADDING or from_trl
+def say_left_out(collator: Any, *, ignore_id: int | None) -> None:
+    """Log what becomes of a collator that is not the one Trainer takes by itself."""
+    if type(collator) in _PADDING[:3]:
+        logger.info(
+            "data_collator=%s is left out: documents are packed without padding%s",
+            type(collator).__name__,
+            "" if ignore_id is None else f"; as with it, id {ignore_id} (pad) is no target",
+        )
 
 
-def _name(collator: Any) -> str:
-    return getattr(collator, "__name__", type(collator).__name__)
+def refuse_other_targets(collator: Any, columns: Collection[str]) -> None:
+    """Refuse columns of targets that a collator would have replaced.
+
+    Args:
+        collator: The Trainer's.
+        columns (`Collection[str]`): Of a data set.
+
+    Raises:
+        ValueError: naming collator and columns.
+    """
+    if type(collator) is stock.DataCollatorForLanguageModeling:
+        found = sorted({"labels", *MASKS} & {*columns})
+        if found:
+            raise ValueError(
+                "data_collator=DataCollatorForLanguageModeling makes labels of input_ids, whatever "
+                f"{found} say; drop those columns to train on all tokens, or leave the collator out"
+            )

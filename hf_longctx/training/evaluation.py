@@ -13,6 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from ..data.targets import IGNORE
 from .loss import TokenWeightedLoss
+from .overrides import WatchedStep
 from .predictions import DocumentRows, process
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
@@ -24,6 +25,7 @@ class EvaluationMixin(_Base):
     _losses: TokenWeightedLoss | None = None  # of the evaluation that runs
     _rows: DocumentRows | None = None  # of the evaluation that runs, where predictions are wanted
     _targets: Tensor | None = None  # of the evaluation batch that runs, over all trainers
+    _watched: WatchedStep | None = None  # the step that runs
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -31,6 +33,8 @@ class EvaluationMixin(_Base):
         """The Trainer's own; in evaluation a sum over the targets of all trainers, always."""
         if self._targets is not None:
             num_items_in_batch = self._targets.clamp(min=1)  # none at all gives loss 0, not NaN
+        if self._watched is not None:
+            self._watched.see(inputs, count=num_items_in_batch)
         return super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
@@ -46,12 +50,14 @@ class EvaluationMixin(_Base):
         which leaves the Trainer below it the loss alone."""
         batch, rows = self._bind(inputs), self._rows
         self._targets = self.accelerator.gather(inputs["shift_labels"].ne(IGNORE).sum()[None]).sum()
+        self._watched = watched = WatchedStep.begin(self, inputs)
         try:
             found = super().prediction_step(
                 model, inputs, prediction_loss_only and rows is None, ignore_keys
             )
+            watched.end()
         finally:
-            targets, self._targets = self._targets, None
+            targets, self._targets, self._watched = self._targets, None, None
         loss, logits, _ = found
         if self._losses is not None and loss is not None:
             self._losses.add(loss, targets=targets)

@@ -14,15 +14,17 @@ from transformers import Trainer
 
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
+from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
 from ..support import NAMES, refuse_arguments, refuse_given, refuse_model, refuse_wrappers
 from .callback import LongCtxCallback
-from .collators import leave_out
+from .collators import leave_out, refuse_other_targets, say_left_out
 from .evaluation import EvaluationMixin
 from .groups import find_group, join
 from .loaders import Loaders
 from .loss import refuse_other_losses
+from .overrides import WatchedStep, refuse_shadowed_loaders
 from .positions import position_limit, refuse_longer
 from .probe import probe
 from .report import StepReport, summary
@@ -41,9 +43,10 @@ class LongCtxTrainerMixin(EvaluationMixin):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        args, kwargs, collator = _without_collator(args, kwargs)
-        ignored = leave_out(collator)
         super().__init__(*args, **kwargs)
+        ignored = leave_out(self.data_collator)
+        say_left_out(self.data_collator, ignore_id=ignored)
+        refuse_shadowed_loaders(self, mixin=LongCtxTrainerMixin)
         refuse_other_losses(self)
         if self.compute_loss_func is not None:
             raise ValueError(
@@ -129,6 +132,13 @@ class LongCtxTrainerMixin(EvaluationMixin):
         source = self.longctx_loaders.source(
             dataset, training=name == "train_dataset", description=name
         )
+        columns = columns_in(dataset)
+        refuse_other_targets(self.data_collator, columns)
+        if self._position_limit is not None and "position_ids" in columns:
+            raise ValueError(
+                f"{name} has position_ids, but documents are numbered from 0, which a model with a "
+                "table of positions would notice; drop the column, or give seq_lengths"
+            )
         if isinstance(source, GroupBatchSampler):  # a stream's documents are checked as they come
             lengths = (piece.length for pack in source.packs for piece in pack)
             refuse_longer(lengths, limit=self._position_limit)
@@ -139,6 +149,11 @@ class LongCtxTrainerMixin(EvaluationMixin):
             raise ValueError(
                 f"the model runs attn_implementation={self.longctx_attention!r}; load it with one "
                 f"of {NAMES}, or resume from a checkpoint of such a run"
+            )
+        if leave_out(self.data_collator) != self.longctx_loaders.ignore_id:
+            raise ValueError(
+                "data_collator was replaced after the trainer was made, by one with another "
+                "padding token; pass it when the trainer is made"
             )
         return self.longctx_loaders.loader(dataset, name=self.longctx_attention, training=training)
 
@@ -207,7 +222,13 @@ class LongCtxTrainerMixin(EvaluationMixin):
         batch = self._bind(inputs)
         kinds = layer_kinds(self.model.config)
         self._report.add(batch, algorithm=self.longctx_attention, kinds=kinds)
-        return super().training_step(model, inputs, *args, **kwargs)
+        self._watched = watched = WatchedStep.begin(self, inputs)
+        try:
+            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+            watched.end()
+        finally:
+            self._watched = None
+        return loss
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Targets of a window over all trainers, at least 1: none at all gives loss 0, not NaN."""
@@ -249,14 +270,6 @@ class LongCtxTrainerMixin(EvaluationMixin):
         """What the run did: see `training.report.summary`."""
         spanning = self._spanning + self._report.spanning
         return summary(self.state.log_history, ranks=self.longctx_group.size, spanning=spanning)
-
-
-def _without_collator(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """A Trainer's arguments without the collator, and the collator."""
-    collator = kwargs.pop("data_collator", args[2] if len(args) > 2 else None)
-    return (*args[:2], None, *args[3:]) if len(args) > 2 else args, kwargs, collator
 
 
 class LongCtxTrainer(LongCtxTrainerMixin, Trainer):
