@@ -9,7 +9,7 @@ from typing import Any
 
 from .bench.cluster_spec import EXAMPLE
 
-_HELP = f"""\
+_HELP = """\
 Runs COMMAND once per rank on emulated nodes: network namespaces of this machine, joined by links
 of a given rate. Rank, world size and rendezvous are in its environment as launchers set them, so a
 program that calls torch.distributed.init_process_group("gloo") runs as it is.

@@ -26,8 +26,8 @@ _REMEDY = (
 )
 _POLL = 0.02  # seconds between two looks at the ranks
 
-# Named namespaces are files, in a mount that only the cluster sees. Its hosts have names, too: gloo
-# looks for those of its peers and warns where it finds none.
+# Named namespaces are files, in a mount that only the cluster sees. Another gives hosts their names:
+# torch.distributed looks up those of its peers and warns of each that has none.
 _PLACES = """\
 mkdir -p /run/netns || { mount -t tmpfs tmpfs /run && mkdir /run/netns; }
 mount -t tmpfs tmpfs /run/netns
@@ -35,8 +35,9 @@ cat - /etc/hosts > /run/netns/hosts << end
 %s
 end
 mount --bind /run/netns/hosts /etc/hosts && rm /run/netns/hosts"""
-# `kill -1` reaches the process namespace's processes, but not its process 1.
+# `kill -1` reaches all processes of the process namespace but its process 1, which must be us.
 _ORDERS = """\
+[ $$ -eq 1 ]
 echo ready
 while read -r order; do kill -KILL -1 2>&- || true; echo ended; done"""
 
@@ -75,11 +76,9 @@ class Cluster:
             text=True,
             start_new_session=True,  # an interrupt from the keyboard is ours to handle
         )
-        names = "\n".join(f"{host.address} {host.name}" for host in hosts(self.spec))
-        script = "\n".join(["set -e", _PLACES % names, *build_commands(self.spec), _ORDERS])
         said = []
         with suppress(BrokenPipeError):  # then its output says why
-            self._tell(script)
+            self._tell(_script(self.spec))
         while (line := self._hear()) not in ("ready", ""):
             said.append(line)
         if line != "ready":
@@ -170,6 +169,17 @@ class Cluster:
     def _stdout(self) -> IO[str]:
         assert self._holder.stdout is not None
         return self._holder.stdout
+
+
+def _script(spec: ClusterSpec) -> str:
+    """What process 1 does: make the nodes, say `ready`, kill all others at each order."""
+    names = [
+        f"{prefix}{host.address} {host.name}"
+        for host in hosts(spec)
+        for prefix in ("", "::ffff:")  # as a socket for both families sees its peer
+    ]
+    places = _PLACES % "\n".join(names)
+    return "\n".join(["set -e", places, *build_commands(spec), _ORDERS])
 
 
 def _first_failure(ranks: Sequence[subprocess.Popen[str]]) -> int:
