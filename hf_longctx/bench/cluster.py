@@ -26,8 +26,8 @@ _REMEDY = (
 )
 _POLL = 0.02  # seconds between two looks at the ranks
 
-# Named namespaces are files, in a mount that only the cluster sees. Another gives hosts their names:
-# torch.distributed looks up those of its peers and warns of each that has none.
+# Named namespaces are files, in a mount that only the cluster sees. Another names the hosts:
+# torch.distributed looks up the names of its peers and warns of each that has none.
 _PLACES = """\
 mkdir -p /run/netns || { mount -t tmpfs tmpfs /run && mkdir /run/netns; }
 mount -t tmpfs tmpfs /run/netns
