@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .cli_check import add_check
+from .cli_cluster import add_cluster
 
 VERIFIED = ("longctx_layout", "longctx_tolerance")  # flags whose values change what verify runs
 
@@ -74,6 +75,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_check(commands)
     _add_verify(commands)
     _add_bench(commands)
+    add_cluster(commands)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
