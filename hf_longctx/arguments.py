@@ -144,8 +144,9 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
     """`TrainingArguments` with the `longctx_*` fields.
 
     Both per-device batch sizes are 1: a batch is one pack per group. Saved and reloaded with a
-    checkpoint, the attention name stands in `longctx_attention` and the number of trainers in
-    `longctx_trainers`; the trainer fills them in.
+    checkpoint, the attention name stands in `longctx_attention`, the number of trainers in
+    `longctx_trainers` and a fingerprint of the training data in `longctx_train_data`; the trainer
+    fills them in.
     """
 
     per_device_train_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
@@ -157,6 +158,7 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
         None, "Attention name of the run; filled in by the trainer, read again at resume."
     )
     longctx_trainers: int | None = field(default=None, init=False)
+    longctx_train_data: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         refuse_arguments(self)

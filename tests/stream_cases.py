@@ -103,17 +103,21 @@ def run_resumed(name: str, folder: Path) -> dict[str, Any]:
 
 
 def run_differing(name: str, folder: Path) -> dict[str, Any]:
-    """Rank 1 streams another document than rank 0: among the first ones, or later."""
+    """Rank 1 streams another document than rank 0, among the first ones or later; or, as a group
+    of its own, the same ones in another order."""
     from datasets import Dataset
     from tiny import documents
 
     rows = documents([48] * 16)
     at = 2 if name == "differs_early" else 12
-    if os.environ["RANK"] == "1":
+    options = GROUPS if name == "differs_in_order" else {}
+    if os.environ["RANK"] == "1" and options:
+        rows[at:] = rows[at:][::-1]
+    elif os.environ["RANK"] == "1":
         rows[at]["input_ids"][5] += 1 if rows[at]["input_ids"][5] < 63 else -1
     try:
         given = Dataset.from_list(rows).to_iterable_dataset()
-        trainer = trainer_of(folder, given, max_steps=12, longctx_lookahead=1)
+        trainer = trainer_of(folder, given, max_steps=12, longctx_lookahead=1, **options)
         trainer.train()
     except ValueError as error:
         return {"error": str(error)}
@@ -121,7 +125,7 @@ def run_differing(name: str, folder: Path) -> dict[str, Any]:
 
 
 RUNS = dict.fromkeys(RESUMED, run_resumed)
-RUNS |= dict.fromkeys(["differs_early", "differs_late"], run_differing)
+RUNS |= dict.fromkeys(["differs_early", "differs_late", "differs_in_order"], run_differing)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,52 @@ def test_b20_boundaries_and_masks_that_contradict_the_row_are_refused(change, me
         scan(rows)
 
 
+class Drawn(list[Any]):
+    """Rows with one column drawn anew on each read."""
+
+    def __init__(self, rows: Any, column: str) -> None:
+        super().__init__(rows)
+        self.column, self.reads = column, 0
+
+    def __getitem__(self, row: Any) -> Any:
+        self.reads += 1
+        drawn = [self.reads >> bit & 1 for bit in range(9)]  # the count, in binary
+        return super().__getitem__(row) | {self.column: drawn}
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels", "completion_mask", "assistant_masks"])
+def test_rows_drawn_anew_on_each_read_are_refused_by_the_scan(column):
+    rows = Drawn(documents([9, 9, 9, 9]), column)
+    with pytest.raises(ValueError, match="row 0 reads differently than when it was scanned"):
+        scan(rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[1]["input_ids"].__setitem__(3, 63),
+        lambda rows: rows[1]["labels"].__setitem__(3, -100),
+        lambda rows: rows[1]["input_ids"].pop(),
+        lambda rows: rows[1]["labels"].pop(),
+        lambda rows: rows[1].pop("input_ids"),
+        lambda rows: rows[1].pop("labels"),
+        lambda rows: rows.pop(),
+    ],
+    ids=["ids", "labels", "fewer_ids", "fewer_labels", "no_ids", "no_labels", "fewer_rows"],
+)
+def test_a_data_set_that_changes_after_its_scan_is_refused(change):
+    rows = [row | {"labels": [*row["input_ids"]]} for row in documents([5, 6])]
+    rows = [row | {"completion_mask": [1] * len(row["labels"])} for row in rows]
+    rows[1]["labels"][0] = 7  # unlike the ids
+    found = scan(rows)
+    assert found[1]["labels"].tolist() == rows[1]["labels"]
+    change(rows)
+    assert found[0]["input_ids"].tolist() == rows[0]["input_ids"]
+    message = "train_dataset: row 1 reads differently than when it was scanned, so ranks would"
+    with pytest.raises(ValueError, match=message + ".*leave the data set as it is until the run"):
+        found[1]
+
+
 @pytest.mark.parametrize(
     "column",
     ["cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "shift_labels", "loss_mask"],

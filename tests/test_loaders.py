@@ -107,7 +107,7 @@ def test_rows_that_read_differently_each_time_are_refused(tmp_path):
         def __getitem__(self, row: Any) -> Any:
             return {"input_ids": torch.randint(0, 64, (9,)).tolist()}
 
-    with pytest.raises(ValueError, match="row 0 reads differently each time"):
+    with pytest.raises(ValueError, match="row 0 reads differently than when it was scanned"):
         scan(Random([0, 0]), OneOfTwo(), tmp_path)
 
 

@@ -190,6 +190,32 @@ def test_the_command_prints_what_works_and_writes_it(tmp_path, capsys):
     assert main(["check", "--model", model, "--attn_implementation", "charm"]) == 2
 
 
+@pytest.mark.parametrize("layers", [0, -3, 10**8])
+def test_a_number_of_layers_that_no_model_has_is_refused(layers, tmp_path, capsys):
+    message = f"num_hidden_layers={layers:,}: a model has 1 to 10,000 layers"
+    row = hf_longctx.check(AutoConfig.for_model("llama", num_hidden_layers=layers))[0]
+    assert (row.works, row.rule) == (False, message)
+    assert row.remedy == "give the number that the checkpoint has"
+    path = tmp_path / "config.json"  # Qwen3's config class lists the kind of every layer
+    path.write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": layers}))
+    for place in (path, tmp_path):
+        assert main(["check", "--model", str(place)]) == 1
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert message in said and row.remedy in said
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [("null", "NoneType"), ("3", "int"), ('[{"model_type": "llama"}]', "list")]
+)
+def test_a_config_that_is_no_object_is_refused(given, kind, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(given)
+    for place in (path, tmp_path):
+        assert main(["check", "--model", str(place)]) == 1
+        said = capsys.readouterr().err
+        assert f"holds a JSON {kind}; a config is an object with a model_type" in said
+
+
 def test_a_folder_needs_no_weights(tmp_path):
     tiny("sdpa").config.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -118,4 +118,5 @@ def test_stream_loss_and_gradient_norm_are_those_of_a_plain_loop(ran, name):
 def test_stream_that_differs_between_trainers_is_found_out(ran):
     _, cases = ran
     assert "train_dataset differs between the trainers" in cases["differs_early"]["error"]
+    assert "the stream differs between the trainers" in cases["differs_in_order"]["error"]
     assert "disagree on the plan of a batch" in cases["differs_late"]["error"]

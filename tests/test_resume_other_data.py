@@ -98,6 +98,15 @@ def test_resume_with_another_number_of_trainers_is_refused(checkpoint, tmp_path,
         resumed(as_if(checkpoint, tmp_path, **before), tmp_path)
 
 
+@pytest.mark.parametrize("change", [lambda rows: rows[::-1], lambda rows: rows[:-1]])
+def test_resume_on_other_rows_is_refused(checkpoint, tmp_path, change):
+    trainer = trainer_of(CASE, tmp_path)
+    trainer.train_dataset = Dataset.from_list(change(CASE.rows()))
+    message = "train_dataset is not that of the checkpoint: its rows, or their order, are others"
+    with pytest.raises(ValueError, match=f"skip other data than .*: {message}; start with"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
 def test_resume_over_fewer_trainers_with_more_tokens_each_is_exact(checkpoint, tmp_path):
     before = {"longctx_trainers": 2, "longctx_max_tokens_per_rank": 24}
     trainer = resumed(as_if(checkpoint, tmp_path, **before), tmp_path)

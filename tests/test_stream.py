@@ -125,7 +125,7 @@ def test_stream_reads_no_further_than_its_window():
                 yield {"input_ids": [at % VOCABULARY] * 5}
 
     packs = list(itertools.islice(make(Endless(), lookahead=7), 20))
-    assert len(taken) == 2 * len(packs) + 6  # two a pack, and what waits
+    assert len(taken) == 2 * len(packs) + 7  # two a pack, and what waits
 
 
 def test_stream_of_packed_rows_and_masks():
@@ -155,6 +155,31 @@ def test_b48_stream_batches_of_other_documents_have_another_digest():
         ((pack, found),) = make(rows)
         numbers.add(collator([(pack, found)])[KEY].contents)
     assert len(numbers) == 3
+
+
+def read_so_far(rows: Any, *, group: int, lookahead: int) -> list[int]:
+    """The fingerprints that one of two groups carries through two passes, step by step."""
+    options = {"groups": 2, "group": group, "lookahead": lookahead}
+    steps = 2 * len(list(make(rows, **options)))
+    stream = make(rows, endless=True, **options)
+    return [found.stream for _, found in itertools.islice(stream, steps)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=2, max_size=30),
+    lookahead=st.integers(1, 40),
+    at=st.integers(0, 29),
+)
+def test_stream_groups_that_read_other_rows_carry_other_fingerprints(lengths, lookahead, at):
+    rows = [row | {"labels": row["input_ids"]} for row in documents(lengths)]
+    mine = read_so_far(rows, group=0, lookahead=lookahead)
+    assert mine == read_so_far(rows, group=1, lookahead=lookahead)
+    at %= len(rows)
+    changed = rows[at] | {"labels": [-100] * lengths[at]}
+    for others in ([*rows[:at], changed, *rows[at + 1 :]], rows[:-1]):
+        theirs = read_so_far(others, group=1, lookahead=lookahead)
+        of_one_pass = min(len(mine), len(theirs)) // 2
+        assert mine[of_one_pass - 1] != theirs[of_one_pass - 1]
 
 
 BAD = {
@@ -233,3 +258,12 @@ def test_stream_evaluation_is_that_of_the_same_documents(tmp_path):
     ours = trainer(tmp_path, rows_of(*UNEVEN))
     whole = ours.evaluate(Dataset.from_list(documents(UNEVEN)))["eval_loss"]
     assert abs(ours.evaluate(rows_of(*UNEVEN))["eval_loss"] / whole - 1) < 1e-6
+
+
+def test_resume_on_another_stream_is_refused(tmp_path):
+    trainer(tmp_path, rows_of(*UNEVEN), save_strategy="steps", save_steps=1).train()
+    checkpoint = str(tmp_path / "checkpoint-1")
+    message = "train_dataset is not that of the checkpoint: its first rows are others; start with"
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, rows_of(*UNEVEN[::-1])).train(resume_from_checkpoint=checkpoint)
+    trainer(tmp_path, rows_of(*UNEVEN)).train(resume_from_checkpoint=checkpoint)

@@ -68,6 +68,9 @@ class LongCtxBatch:
         filler (`int`, *optional*, defaults to 0): Tokens of filler documents (no targets).
         contents (`int`, *optional*, defaults to 0): A number that stands for the documents, so that
             ranks with other documents of the same lengths are found out.
+        stream (`int`, *optional*, defaults to 0): A number that stands for all rows of a stream
+            that were read up to this batch, so that groups with other rows are found out; 0 for a
+            data set with a length.
         pieces (`np.ndarray`, *optional*): int64 `[documents, 3]`: row in the data set, start and
             stop of each document of the layout; filler has none.
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
@@ -79,13 +82,14 @@ class LongCtxBatch:
     budget: int = 0
     filler: int = 0
     contents: int = 0
+    stream: int = 0
     pieces: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     runtime: Any = None
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[str, LayerKind], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "pieces")
+        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "stream", "pieces")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -95,6 +95,7 @@ class LongCtxCollator:
                 pieces.tobytes(),
                 getattr(documents, "fingerprint", 0),  # a stream's; other documents were scanned
             ),
+            stream=getattr(documents, "stream", 0),
             pieces=pieces,
         )
         return inputs

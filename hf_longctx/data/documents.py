@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 
@@ -44,21 +45,41 @@ class Documents:
     Args:
         rows (`Rows`): Rows of `input_ids` and, if they like, `labels` and masks.
         spans (`np.ndarray`): Row, first token and end of each document, `[documents, 3]` int64.
+        checksums (`np.ndarray`): What `checksum` gave for each document when the rows were scanned,
+            `[documents]` uint32.
+        description (`str`): What to call the data set in messages.
         ignore_id (`int`, *optional*): In a document without labels of its own, the id that is no
             target, e.g. the padding token, as for `DataCollatorForLanguageModeling`.
     """
 
     rows: Rows
     spans: np.ndarray
+    checksums: np.ndarray
+    description: str
     ignore_id: int | None = None
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, document: int) -> dict[str, np.ndarray]:
-        """`input_ids` and, unless all of them are targets, `labels`, each int64 `[tokens]`."""
+        """`input_ids` and, unless all of them are targets, `labels`, each int64 `[tokens]`.
+
+        Raises:
+            ValueError: The data set holds another document there than when it was scanned.
+        """
         row, start, stop = self.spans[document].tolist()
-        return read(self.rows[row], start=start, stop=stop, ignore_id=self.ignore_id)
+        cause = None
+        try:
+            found = read(self.rows[row], start=start, stop=stop, ignore_id=self.ignore_id)
+            if checksum(found) == self.checksums[document]:
+                return found
+        except LookupError as error:  # a row, a column or a part of one is gone
+            cause = error
+        raise ValueError(
+            f"{self.description}: row {row} reads differently than when it was scanned, so ranks "
+            "would hold parts of different versions of it; draw random choices before training, "
+            "e.g. in map(), and leave the data set as it is until the run ends"
+        ) from cause
 
     @property
     def lengths(self) -> np.ndarray:
@@ -86,6 +107,14 @@ def read(
     for name in masks:
         labels[np.asarray(row[name])[start:stop] == 0] = IGNORE
     return {"input_ids": ids, "labels": labels}
+
+
+def checksum(document: Mapping[str, np.ndarray]) -> int:
+    """A 32-bit number that stands for a document's ids and labels."""
+    number = 0
+    for name, values in document.items():
+        number = crc32(values.tobytes(), crc32(name.encode(), number))
+    return number
 
 
 def sizes(row: Mapping[str, np.ndarray], *, where: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,14 @@ Document = dict[str, np.ndarray]
 
 
 class PackDocuments(dict[int, Document]):
-    """The documents of one pack, by number, and a fingerprint that ranks compare.
+    """The documents of one pack, by number, and two fingerprints that ranks compare.
 
     Nothing has compared a stream's documents before, as the scan does for a data set with a length.
+    The ranks of a group compare the documents of their pack, all trainers what was read so far.
     """
+
+    stream: int = 0
+    """63 bits that stand for all rows that were read before this step; set where it is yielded."""
 
     @property
     def fingerprint(self) -> int:
@@ -137,16 +141,17 @@ class PackStream(IterableDataset):  # type: ignore[type-arg]
         self._description, self._endless, self._log = description, endless, log
 
     def __iter__(self) -> Iterator[tuple[Pack, PackDocuments]]:
+        read_rows = hashlib.blake2b(digest_size=8)
         for number in count():
             if hasattr(self._rows, "set_epoch"):
                 self._rows.set_epoch(number)
-            turn = 0
-            for item in self._pass(number):
-                if turn == self._group:
-                    yield item
-                turn = (turn + 1) % self._groups
-            if 0 < turn <= self._group:
-                yield FILLER, PackDocuments()
+            packs = self._pass(number, read_rows)
+            while step := [*islice(packs, self._groups)]:  # a pack for each group
+                pack, documents = (FILLER, PackDocuments())
+                if self._group < len(step):
+                    pack, documents = step[self._group]
+                documents.stream = _number(read_rows)
+                yield pack, documents
             if not self._endless:
                 return
 
@@ -170,7 +175,7 @@ class PackStream(IterableDataset):  # type: ignore[type-arg]
             hashed = hashlib.blake2b(digest_size=8)
             for _, row in zip(range(documents), self._checked(0), strict=False):
                 add_row(hashed, row)
-            looks.append(int.from_bytes(hashed.digest(), "little") >> 1)
+            looks.append(_number(hashed))
         if looks[0] != looks[1]:
             raise ValueError(
                 f"{self._description} reads differently each time, so ranks would hold other "
@@ -193,12 +198,25 @@ class PackStream(IterableDataset):  # type: ignore[type-arg]
                 "which starts again each time it is iterated"
             )
 
-    def _pass(self, number: int) -> Iterator[tuple[Pack, PackDocuments]]:
-        """The packs of all groups from one pass over the stream."""
+    def _hashed(self, number: int, read_rows: Any) -> Iterator[dict[str, np.ndarray]]:
+        """The rows of one pass, each after the next one, or the end, went into the hash: trainers
+        whose streams end apart find out while all of them still have a batch."""
+        waiting = None
+        for row in self._checked(number):
+            add_row(read_rows, row)
+            if waiting is not None:
+                yield waiting
+            waiting = row
+        read_rows.update(b"end")
+        assert waiting is not None  # a pass without rows was refused
+        yield waiting
+
+    def _pass(self, number: int, read_rows: Any) -> Iterator[tuple[Pack, PackDocuments]]:
+        """The packs of all groups from one pass over the stream; hashes the rows that it reads."""
         window = Window(capacity=self._capacity, balance=self._balance)
         report, end = OverflowReport(), " so far"
         try:
-            for pieces, document, changed in self._documents(number):
+            for pieces, document, changed in self._documents(number, read_rows):
                 report += changed
                 for piece in pieces:
                     window.add(piece, document)
@@ -212,11 +230,11 @@ class PackStream(IterableDataset):  # type: ignore[type-arg]
                 report.log(f"{self._description}, pass {number}{end}")
 
     def _documents(
-        self, number: int
+        self, number: int, read_rows: Any
     ) -> Iterator[tuple[tuple[Piece, ...], Document, OverflowReport]]:
         """The documents of one pass, each with its pieces and what became of it."""
         at = 0
-        for row_number, row in enumerate(self._checked(number)):
+        for row_number, row in enumerate(self._hashed(number, read_rows)):
             stops = np.cumsum(sizes(row, where=f"{self._description}: row {row_number}"))
             for start, stop in zip([0, *stops[:-1]], stops, strict=True):
                 pieces, changed = fit(
@@ -224,3 +242,8 @@ class PackStream(IterableDataset):  # type: ignore[type-arg]
                 )
                 yield pieces, read(row, start=start, stop=stop, ignore_id=self._ignore_id), changed
                 at += 1
+
+
+def _number(hashed: Any) -> int:
+    """A hash of 8 bytes as a non-negative int64."""
+    return int.from_bytes(hashed.digest(), "little") >> 1

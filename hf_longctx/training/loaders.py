@@ -57,6 +57,7 @@ class Loaders:
         self.accelerator, self.vocab_size, self.ignore_id = accelerator, vocab_size, ignore_id
         self._scanned: dict[int, _Scanned] = {}
         self._streams: dict[int, Any] = {}  # compared among the trainers
+        self._fingerprints: dict[int, int] = {}
 
     @property
     def budget(self) -> int:
@@ -79,6 +80,16 @@ class Loaders:
                 f"the trainers hold different data sets, in rank order {everyone}; give every "
                 "process the same train_dataset and eval_dataset"
             )
+
+    def fingerprint(self, dataset: Any) -> int:
+        """63 bits that stand for the training rows; for the first ones of a stream.
+
+        Args:
+            dataset: See `source`.
+        """
+        if id(dataset) not in self._fingerprints:  # a Trainer may be given other rows once made
+            self.source(dataset, training=True)
+        return self._fingerprints[id(dataset)]
 
     def source(
         self, dataset: Any, *, training: bool, description: str | None = None
@@ -151,7 +162,8 @@ class Loaders:
             log=arguments.process_index == 0,
         )
         if id(dataset) not in self._streams:
-            self._compare(stream.peek(_PEEK), size=0, name=name)
+            self._fingerprints[id(dataset)] = number = stream.peek(_PEEK)
+            self.compare_rows(number, name=name)
             self._streams[id(dataset)] = dataset
         return stream
 
@@ -167,18 +179,29 @@ class Loaders:
             ignore_id=self.ignore_id,
         )
         number = int.from_bytes(fingerprint.digest(), "little") >> 1
-        self._compare(number, size=len(dataset), name=name)
+        self._fingerprints[id(dataset)] = number
+        self.compare_rows(number, size=len(dataset), name=name)
         return documents
 
-    def _compare(self, fingerprint: int, *, size: int, name: str) -> None:
-        """Raise where trainers hold different data; a collective call."""
+    def compare_rows(self, fingerprint: int, *, size: int = 0, name: str) -> None:
+        """Refuse data that differs between the trainers; a collective call.
+
+        Args:
+            fingerprint (`int`): Stands for the rows that this trainer has read.
+            size (`int`, *optional*, defaults to 0): Rows of the data set; 0 for a stream.
+            name (`str`): What to call the data set.
+
+        Raises:
+            ValueError: with the rows on each trainer, where they have a number.
+        """
         mine = torch.tensor([fingerprint, size], device=self.accelerator.device)
         everyone = self.accelerator.gather(mine[None])
         if bool((everyone != mine).any()):
             rows = f" (rows {everyone[:, 1].tolist()})" if size else ""
             raise ValueError(
                 f"{name} differs between the trainers{rows}: ranks of a group would train on parts "
-                "of different documents; give every process the same data, in the same order"
+                "of different documents, and groups on some twice and on others never; give every "
+                "process the same data, in the same order"
             )
 
     def loader(self, dataset: Any, *, name: str, training: bool) -> DataLoader[Any]:

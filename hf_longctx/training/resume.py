@@ -87,7 +87,8 @@ def refuse_other_data(kept: Any, arguments: Any, *, checkpoint: str | bool, stre
 
     Args:
         kept: The checkpoint's training arguments.
-        arguments: This run's; both with `longctx_attention` and `longctx_trainers` filled in.
+        arguments: This run's; both with `longctx_attention`, `longctx_trainers` and
+            `longctx_train_data` filled in.
         checkpoint (`str` or `bool`): What the user resumes from, for messages.
         stream (`bool`): Whether the training data has no length.
 
@@ -126,6 +127,9 @@ def _changes_of_data(kept: Any, arguments: Any, *, stream: bool) -> list[str]:
     changes = _changes(names, kept, arguments)
     if _seed(kept) != _seed(arguments):
         changes.append(f"data_seed (or seed) was {_seed(kept)} and is {_seed(arguments)}")
+    if _changes(("longctx_train_data",), kept, arguments):
+        of = "its first rows are" if stream else "its rows, or their order, are"
+        changes.append(f"train_dataset is not that of the checkpoint: {of} others")
     if _batches(kept) != _batches(arguments):
         changes += _changes(_SIZES, kept, arguments)
     return changes

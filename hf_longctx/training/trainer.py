@@ -185,6 +185,8 @@ class LongCtxTrainerMixin(EvaluationMixin):
             ValueError: where a resumed run would skip other data than the checkpoint's run took;
                 see `resume`.
         """
+        if self.train_dataset is not None:
+            self.args.longctx_train_data = self.longctx_loaders.fingerprint(self.train_dataset)
         if resume_from_checkpoint:
             refuse_sharded(self, checkpoint=resume_from_checkpoint)
             kept = arguments_of(resume_from_checkpoint, output_dir=self.args.output_dir)
@@ -208,6 +210,8 @@ class LongCtxTrainerMixin(EvaluationMixin):
                 "data loaders; pass documents as train_dataset and leave data_collator out"
             )
         refuse_longer(batch.layout.lengths.tolist(), limit=self._position_limit)
+        if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
+            self.longctx_loaders.compare_rows(batch.stream, name="the stream")
         batch.runtime = self.longctx_runtime
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))

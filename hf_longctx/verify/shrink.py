@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+MAX_LAYERS = 10_000  # far above any model; kinds of layers are told apart one by one
 MAX_PARAMETERS = 300_000_000  # of an instance: about a gigabyte, and seconds to draw
 VOCABULARY = 256
 EXPERTS = 16  # divisible by the usual numbers of expert groups, and no fewer than the usual top-k
@@ -30,9 +31,10 @@ def small_model(config: Any, *, build: Callable[[Any], Any] | None = None) -> An
             the config by default.
 
     Raises:
-        ValueError: where neither a shrunk instance nor the config as given (up to
-            `MAX_PARAMETERS`) can be built and run on three tokens.
+        ValueError: for a number of layers that no model has; where neither a shrunk instance nor
+            the config as given (up to `MAX_PARAMETERS`) can be built and run on three tokens.
     """
+    refuse_layers(getattr(config.get_text_config(decoder=True), "num_hidden_layers", None))
     build = build or AutoModelForCausalLM.from_config
     reasons = []
     for candidate in _candidates(config):
@@ -53,6 +55,15 @@ def small_model(config: Any, *, build: Callable[[Any], Any] | None = None) -> An
         f"nothing was run: no small instance of this family can be built ({reasons[0]}); load the "
         "model and pass it to hf_longctx.check"
     )
+
+
+def refuse_layers(layers: object) -> None:
+    """Raise ValueError for a number of layers that no model has; anything but an `int` passes."""
+    if isinstance(layers, int) and not 1 <= layers <= MAX_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers={layers:,}: a model has 1 to {MAX_LAYERS:,} layers; give the "
+            "number that the checkpoint has"
+        )
 
 
 def _candidates(config: Any) -> Iterator[Any]:

@@ -24,7 +24,9 @@ from transformers import (
 
 from ..attention.masks import Bidirectional, SlidingWindow, attention_mask
 from ..kernels.reference import attention
+from .shrink import refuse_layers
 
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 REFERENCE = "hf_longctx_reference"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -100,14 +102,22 @@ def load_config(path: str) -> Any:
     """The config of a checkpoint folder or of a config JSON.
 
     Raises:
-        ValueError: where there is neither.
+        ValueError: where there is neither, or no JSON object that can be a config.
     """
     place = Path(path)
     if not (place.is_file() or (place / "config.json").is_file()):
         raise ValueError(f"--model {path}: no config.json and no folder with one; give either")
+    given = json.loads((place / "config.json" if place.is_dir() else place).read_text())
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"--model {path}: holds a JSON {type(given).__name__}; a config is an object with a "
+            'model_type, as {"model_type": "llama"}'
+        )
+    parts = [part for part in (given, given.get("text_config")) if isinstance(part, dict)]
+    for layers in (part.get(name) for part in parts for name in _LAYERS):
+        refuse_layers(layers)  # before a config class that lists every layer
     if place.is_dir():
         return AutoConfig.from_pretrained(path)
-    given = json.loads(place.read_text())
     if "model_type" not in given:
         raise ValueError(f"--model {path}: no model_type in it; write one, as 'llama'")
     return AutoConfig.for_model(**given)
