@@ -101,6 +101,19 @@ def test_masks_are_folded_into_labels(row, labels):
     assert [document["labels"] for document in packed] == [labels[:1], labels[1:]]
 
 
+def test_targets_are_counted_and_said(caplog):
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [1], "labels": [1]}]
+    with caplog.at_level("INFO", logger="hf_longctx"):
+        scan(rows).say_targets()
+        scan(documents([4, 2])).say_targets()
+        scan([{"input_ids": [5, 6], "completion_mask": [1, 0]}]).say_targets()
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", "train_dataset: 1 of 4 tokens are targets"),
+        ("INFO", "train_dataset: 4 of 6 tokens are targets"),
+        ("WARNING", "train_dataset: 0 of 2 tokens are targets"),
+    ]
+
+
 def test_the_padding_token_is_no_target_where_a_row_has_no_labels():
     row = {"input_ids": [5, 0, 7]}
     assert read([row]) == [row]

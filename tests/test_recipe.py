@@ -97,7 +97,7 @@ def test_stream_recipe_trains(recipe, flags, tmp_path):
         (["--data", "empty.jsonl"], "empty.jsonl: no such file, or an empty one"),
         (["--eval_split", "test"], "train.jsonl has no split 'test', only train; give --eval_data"),
         (["--model_name_or_path", "none"], "--model_name_or_path none cannot be read"),
-        (["--eval_split", "train", "--streaming"], "max_steps has to be specified"),
+        (["--eval_split", "train", "--streaming"], "--streaming needs --max_steps"),
     ],
 )
 def test_a_run_is_refused_before_it_starts(recipe, flags, tmp_path, monkeypatch, change, message):

@@ -7,6 +7,7 @@ that the scan, the sampler and the collator know documents alone. Letters: T tok
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from zlib import crc32
 import numpy as np
 
 from .targets import IGNORE
+
+logger = logging.getLogger(__name__)
 
 MASKS = ("completion_mask", "assistant_masks")
 """Columns that are 0 where a token is no target."""
@@ -47,6 +50,7 @@ class Documents:
         spans (`np.ndarray`): Row, first token and end of each document, `[documents, 3]` int64.
         checksums (`np.ndarray`): What `checksum` gave for each document when the rows were scanned,
             `[documents]` uint32.
+        targets (`int`): Tokens of all documents that are targets.
         description (`str`): What to call the data set in messages.
         ignore_id (`int`, *optional*): In a document without labels of its own, the id that is no
             target, e.g. the padding token, as for `DataCollatorForLanguageModeling`.
@@ -55,6 +59,7 @@ class Documents:
     rows: Rows
     spans: np.ndarray
     checksums: np.ndarray
+    targets: int
     description: str
     ignore_id: int | None = None
 
@@ -80,6 +85,12 @@ class Documents:
             "would hold parts of different versions of it; draw random choices before training, "
             "e.g. in map(), and leave the data set as it is until the run ends"
         ) from cause
+
+    def say_targets(self) -> None:
+        """Log how many tokens are targets; a warning where none is."""
+        tokens, level = int(self.lengths.sum()), logging.INFO if self.targets else logging.WARNING
+        line = "%s: %s of %s tokens are targets"
+        logger.log(level, line, self.description, f"{self.targets:,}", f"{tokens:,}")
 
     @property
     def lengths(self) -> np.ndarray:
@@ -107,6 +118,12 @@ def read(
     for name in masks:
         labels[np.asarray(row[name])[start:stop] == 0] = IGNORE
     return {"input_ids": ids, "labels": labels}
+
+
+def targets_in(document: Mapping[str, np.ndarray]) -> int:
+    """Tokens of a document that are targets: none before the second."""
+    labels = document.get("labels", document["input_ids"])
+    return int(np.count_nonzero(labels[1:] != IGNORE))
 
 
 def checksum(document: Mapping[str, np.ndarray]) -> int:

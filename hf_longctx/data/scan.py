@@ -14,7 +14,7 @@ import numpy as np
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from .documents import BOUNDARIES, MASKS, Documents, Rows, checksum, read, sizes
+from .documents import BOUNDARIES, MASKS, Documents, Rows, checksum, read, sizes, targets_in
 from .targets import IGNORE
 
 _COLUMNS = ("input_ids", "labels", "attention_mask", *MASKS, *BOUNDARIES)
@@ -69,7 +69,7 @@ def scan_documents(
     # A transform computes its columns row by row, and another format would switch it off.
     if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
         dataset = dataset.with_format("numpy", columns=columns)
-    spans, checksums = [], []
+    spans, checksums, targets = [], [], 0
     with tqdm(
         total=len(dataset), desc=f"Scanning {description}", delay=2, disable=not progress
     ) as bar:
@@ -82,6 +82,7 @@ def scan_documents(
                 for start, stop in zip(stops - of_row, stops, strict=True):
                     document = read(values, start=start, stop=stop, ignore_id=ignore_id)
                     checksums.append(checksum(document))
+                    targets += targets_in(document)
                 if fingerprint is not None:
                     add_row(fingerprint, values)
             bar.update(len(rows))
@@ -89,6 +90,7 @@ def scan_documents(
         rows=dataset,
         spans=np.concatenate(spans),
         checksums=np.array(checksums, np.uint32),
+        targets=targets,
         description=description,
         ignore_id=ignore_id,
     )
