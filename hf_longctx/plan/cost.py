@@ -46,6 +46,15 @@ class LayerKind:
             high = length - mirrored
         return low, high
 
+    def keys_seen_by(
+        self, start: np.ndarray, stop: np.ndarray, *, length: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`keys_seen` of many runs of rows: int64 first keys, and ends."""
+        if not self.window:
+            return np.zeros_like(start), stop if self.causal else length.astype(np.int64)
+        low = np.maximum(0, start - self.window + 1)
+        return low, stop if self.causal else np.minimum(length, stop + self.window - 1)
+
 
 def _entries_before(position: ArrayLike, window: int) -> np.ndarray:
     """Score entries of rows `[0, position)` of a document, int64."""
