@@ -10,7 +10,8 @@ the widths of Llama-3-8B. Layout `spread`, tolerance 0.05. Letters: R ranks, T t
   median seed, and beside it the worst one, and that of the mean rank.
 - `plan_ms`: CPU milliseconds from lengths to the tasks of all ranks; median seed.
 - `program_ms`: the same from tasks to one rank's program, which each rank builds for itself.
-- `short_shards`: tasks under 128 rows that touch neither end of their document; worst seed.
+- `short_shards`: tasks under 128 rows that touch neither end of a document that has as many;
+  worst seed.
 """
 
 import logging
@@ -21,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from ..plan.cost import LayerKind
-from ..plan.layout import GRANULE, cut
+from ..plan.cost import GRANULE, LayerKind
+from ..plan.layout import cut
 from ..plan.plans import make_plan
 from ..plan.traffic import traffic
 from .common import setting
@@ -81,7 +82,8 @@ def figures(lengths: Sequence[int], *, ranks: int) -> dict[str, float]:
     moved = traffic(layout, plan.tasks, kind=KIND).elements(KIND)
     gathered = sum(lengths) * (ranks - 1) / ranks * KIND.key_value_width
     document, start, stop = plan.tasks[:, :3].T
-    inside = (start > 0) & (stop < layout.lengths[document])
+    length = layout.lengths[document]
+    inside = (start > 0) & (stop < length) & (length >= GRANULE)
     return {
         "attention_max_over_mean": plan.attention_max_over_mean(),
         "layout_max_over_mean": plan.attention_max_over_mean(balanced=False),

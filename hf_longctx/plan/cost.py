@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike
 
 from ..intervals import Range
 
+GRANULE = 128  # rows; a flash kernel loses speed on shorter pieces
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
