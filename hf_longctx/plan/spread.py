@@ -15,7 +15,7 @@ from ..intervals import Range, subtract
 from .cost import GRANULE, entries
 
 Share = tuple[int, int, int, int]  # rank, document, start, stop
-LARGE = 1 / 16  # of a rank's mean work: documents below it are never cut for balance
+LARGE = 1 / 8  # of a rank's mean work: documents below it are never cut for balance
 EXCESS = 1 / 40  # of it: a rank may get so much more where a document then needs fewer ranks
 FILLING = 1 / 4  # of a batch's tokens: the shorter documents that set the density of free rows
 
