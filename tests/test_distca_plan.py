@@ -180,6 +180,14 @@ def test_spread_leaves_nothing_to_move_on_golden_2() -> None:
     assert came.max() <= 450  # in sequence, 1006
 
 
+def test_nothing_moves_while_no_rank_is_above_the_tolerance() -> None:
+    # The last rank has hardly any work, but a step lasts as long as its busiest rank.
+    layout = one_list_each([*[[4096, 4096]] * 9, [8] * 1024])
+    assert 1.1 < plan(layout, tolerance=0.2).attention_max_over_mean(balanced=False) < 1.2
+    assert moves(layout, tolerance=0.2) == []
+    assert moves(layout, tolerance=0.05) != []
+
+
 def test_second_pass_relieves_a_donor_that_no_receiver_asks() -> None:
     # Eleven ranks lie within the tolerance under the mean, one lies half above it.
     layout = one_list_each([[65536], *[[49920, 15616]] * 11])

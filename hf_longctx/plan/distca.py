@@ -74,8 +74,9 @@ def balance(layout: Layout, *, kind: LayerKind, tolerance: float) -> np.ndarray:
     work = _work(table, layout, kind)
     load = np.bincount(table[:, _SERVER], weights=work, minlength=layout.ranks)
     mean = load.sum() / layout.ranks
+    # A step lasts as long as its busiest rank: once that is near the mean, moves only cost bytes.
     for receiver in np.argsort(load, kind="stable").tolist():
-        while mean - load[receiver] > tolerance * mean:
+        while min(load.max() - mean, mean - load[receiver]) > tolerance * mean:
             moved = _move(table, work, load, mean, mean, load > mean, receiver, layout, kind)
             if moved is None:
                 break
