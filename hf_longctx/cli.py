@@ -233,22 +233,24 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument(
         "name",
-        choices=("packed", "distca", "trainer"),
+        choices=("packed", "distca", "trainer", "plan"),
         help="packed: one process against sdpa on packed documents; "
         "distca: two ranks, one with a long document; "
-        "trainer: whole steps of two ranks against the stock Trainer on TRL's packs",
+        "trainer: whole steps of two ranks against the stock Trainer on TRL's packs; "
+        "plan: balance, traffic and planning time of plans for 8 to 512 ranks; no process starts",
     )
     _add_json(bench)
     bench.set_defaults(run=_bench)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from .bench import distca, packed, trainer
+    from .bench import distca, packed, plan, trainer
 
     benches: dict[str, Callable[[], dict[str, Any]]] = {
         "packed": packed.run,
         "distca": distca.run,
         "trainer": trainer.run,
+        "plan": plan.run,
     }
     with _progress(arguments):
         report = benches[arguments.name]()

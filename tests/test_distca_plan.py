@@ -16,10 +16,10 @@ from helpers import GOLDEN_1, GOLDEN_2, LENGTHS, WINDOWS, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.cost import LayerKind, entries, keys_seen
+from hf_longctx.plan.cost import GRANULE, LayerKind, entries, keys_seen
 from hf_longctx.plan.count import Widths, block_bytes, sent
 from hf_longctx.plan.distca import balance, items
-from hf_longctx.plan.layout import GRANULE, LAYOUTS, Layout, cut
+from hf_longctx.plan.layout import LAYOUTS, Layout, cut
 from hf_longctx.plan.plans import Plan, local_plan, make_plan
 from hf_longctx.plan.program import Post
 
@@ -174,9 +174,18 @@ def test_spread_leaves_nothing_to_move_on_golden_2() -> None:
     assert moves(layout, tolerance=0.1) == []
     made = plan(layout, tolerance=0.1)
     assert made.attention_max_over_mean() <= 1.06
-    left = forward_bytes(made).sum(1) / MIB
-    assert round(left.mean()) == 325
+    left, came = forward_bytes(made).sum(1) / MIB, forward_bytes(made).sum(0) / MIB
+    assert round(left.mean()) == 319
     assert left.max() <= 1.5 * left.mean()  # in sequence, 2.8 times as much
+    assert came.max() <= 450  # in sequence, 1006
+
+
+def test_nothing_moves_while_no_rank_is_above_the_tolerance() -> None:
+    # The last rank has hardly any work, but a step lasts as long as its busiest rank.
+    layout = one_list_each([*[[4096, 4096]] * 9, [8] * 1024])
+    assert 1.1 < plan(layout, tolerance=0.2).attention_max_over_mean(balanced=False) < 1.2
+    assert moves(layout, tolerance=0.2) == []
+    assert moves(layout, tolerance=0.05) != []
 
 
 def test_second_pass_relieves_a_donor_that_no_receiver_asks() -> None:
@@ -268,10 +277,11 @@ def test_entries_are_the_sum_of_what_each_row_sees() -> None:
 
 
 DIGESTS = {  # of a plan's columns: a change here means that plans of older runs no longer compare
+    # Changed once: `spread` leaves work for the short documents that fill a rank.
     ("distca", "contiguous"): 599535668403544055,
-    ("distca", "spread"): 6754023445838545579,
+    ("distca", "spread"): 6875874550539847712,
     ("ring", "contiguous"): 8241681210023283248,
-    ("ring", "spread"): 3166706012760455475,
+    ("ring", "spread"): 4698462662605047538,
 }
 PRINT_DIGESTS = f"""
 import sys

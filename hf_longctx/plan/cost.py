@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike
 
 from ..intervals import Range
 
+GRANULE = 128  # rows; a flash kernel loses speed on shorter pieces
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
@@ -45,6 +47,15 @@ class LayerKind:
             mirrored, _ = keys_seen((length - rows[1], length - rows[0]), window=self.window)
             high = length - mirrored
         return low, high
+
+    def keys_seen_by(
+        self, start: np.ndarray, stop: np.ndarray, *, length: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`keys_seen` of many runs of rows: int64 first keys, and ends."""
+        if not self.window:
+            return np.zeros_like(start), stop if self.causal else length.astype(np.int64)
+        low = np.maximum(0, start - self.window + 1)
+        return low, stop if self.causal else np.minimum(length, stop + self.window - 1)
 
 
 def _entries_before(position: ArrayLike, window: int) -> np.ndarray:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost import LayerKind
-from .layout import GRANULE, Layout
+from .cost import GRANULE, LayerKind
+from .layout import Layout
 
 
 class Task(NamedTuple):
@@ -36,20 +36,17 @@ def items(layout: Layout) -> np.ndarray:
     Two equally long pieces of a document on one rank form one item (head rows, tail rows); every
     other piece is folded on itself, and an odd one keeps its middle row.
     """
-    rows: list[tuple[int, ...]] = []
-    for document, held in layout.by_document.items():
-        of_rank: dict[int, list[tuple[int, int]]] = {}
-        for s in held:
-            of_rank.setdefault(s.rank, []).append((s.start, s.stop))
-        for rank, pieces in of_rank.items():
-            if len(pieces) == 2 and len({stop - start for start, stop in pieces}) == 1:
-                (head, stop), (_, tail) = pieces
-                rows.append((document, head, tail, 0, stop - head, 0, rank, rank))
-                continue
-            for start, stop in pieces:
-                pairs, odd = divmod(stop - start, 2)
-                rows.append((document, start, stop, 0, pairs, odd, rank, rank))
-    return np.asarray(sorted(rows, key=lambda r: (r[_HOME], r[_DOCUMENT], r[_HEAD])), np.int64)
+    rank, _, document, start, stop = layout.columns.astype(np.int64).T  # by rank and document
+    same = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+    runs = np.diff(np.flatnonzero(np.append(np.append(True, ~same), True)))  # pieces held together
+    pieces = np.repeat(runs, runs)
+    size = stop - start
+    mirrored = same & (pieces[1:] == 2) & (size[1:] == size[:-1])
+    head, tail = np.append(mirrored, False), np.append(False, mirrored)
+    stop = np.where(head, np.append(stop[1:], 0), stop)
+    pairs, middle = np.where(head, size, size // 2), np.where(head, 0, size % 2)
+    table = np.stack([document, start, stop, 0 * size, pairs, middle, rank, rank], axis=1)
+    return table[~tail]
 
 
 def _work(table: np.ndarray, layout: Layout, kind: LayerKind) -> np.ndarray:
@@ -77,8 +74,9 @@ def balance(layout: Layout, *, kind: LayerKind, tolerance: float) -> np.ndarray:
     work = _work(table, layout, kind)
     load = np.bincount(table[:, _SERVER], weights=work, minlength=layout.ranks)
     mean = load.sum() / layout.ranks
+    # A step lasts as long as its busiest rank: once that is near the mean, moves only cost bytes.
     for receiver in np.argsort(load, kind="stable").tolist():
-        while mean - load[receiver] > tolerance * mean:
+        while min(load.max() - mean, mean - load[receiver]) > tolerance * mean:
             moved = _move(table, work, load, mean, mean, load > mean, receiver, layout, kind)
             if moved is None:
                 break
@@ -157,11 +155,10 @@ def tasks(table: np.ndarray) -> np.ndarray:
 
     An item gives its head rows and its tail rows, or one task where they touch.
     """
-    rows: list[tuple[int, ...]] = []
-    for document, head, tail, first, last, middle, home, server in table.tolist():
-        outer, inner = (head + first, head + last), (tail - last, tail - first)
-        touch = inner[0] - outer[1] <= middle
-        runs = [(outer[0], inner[1])] if touch else [outer, inner]
-        rows += [(document, *run, home, server) for run in runs if run[0] < run[1]]
-    rows.sort(key=lambda r: (r[4], r[0], r[1]))
-    return np.asarray(rows, np.int32).reshape(-1, 5)
+    document, head, tail, first, last, middle, home, server = table.T
+    split = tail - last - (head + last) > middle
+    outer = (document, head + first, np.where(split, head + last, tail - first), home, server)
+    inner = (document, tail - last, tail - first, home, server)
+    rows = np.concatenate([np.stack(outer, axis=1), np.stack(inner, axis=1)[split]])
+    rows = rows[rows[:, 1] < rows[:, 2]]
+    return rows[np.lexsort(rows.T[[1, 0, 4]])].astype(np.int32)

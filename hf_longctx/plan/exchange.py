@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..intervals import Range, intersect, union
 from .cost import LayerKind
 from .distca import Task
-from .layout import Layout
+from .layout import Layout, Placed
 from .program import (
     HOME,
     Attend,
@@ -49,6 +49,9 @@ class ExchangePlan:
 
     def __init__(self, layout: Layout, tasks: Iterable[Task], *, kind: LayerKind) -> None:
         self.layout, self.kind = layout, kind
+        self.pieces: dict[tuple[int, int], list[Placed]] = {}  # by rank and document, in order
+        for segment in layout.segments:
+            self.pieces.setdefault((segment.rank, segment.document), []).append(segment)
         self.served: dict[int, list[Task]] = {}
         self.moved: dict[int, list[Task]] = {}  # by home
         for task in tasks:
@@ -72,8 +75,8 @@ class ExchangePlan:
 
     def _local(self, rank: int, document: int, tokens: Range) -> int | None:
         """The row of `rank` where `tokens` begin, if it holds them in one run."""
-        for s in self.layout.by_document[document]:
-            if s.rank == rank and s.start <= tokens[0] and tokens[1] <= s.stop:
+        for s in self.pieces.get((rank, document), ()):
+            if s.start <= tokens[0] and tokens[1] <= s.stop:
                 return s.row + tokens[0] - s.start
         return None
 
@@ -81,9 +84,9 @@ class ExchangePlan:
         """Key runs that travel from `owner` to `server`, in the order of the server's rows."""
         runs = []
         for c in self.contexts.get(server, ()):
-            for s in self.layout.by_document[c.document]:
+            for s in self.pieces.get((owner, c.document), ()):
                 common = intersect((s.start, s.stop), (c.start, c.stop))
-                if s.rank == owner and common:
+                if common:
                     runs.append((c.document, common))
         return runs
 

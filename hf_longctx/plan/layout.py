@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..intervals import Range, subtract, union
-from .cost import entries
+from ..intervals import Range
+from .spread import spread
 
 LAYOUTS = ("contiguous", "zigzag", "spread")
-GRANULE = 128  # rows; a flash kernel loses speed on shorter pieces
 
 
 class Placed(NamedTuple):
@@ -106,8 +105,7 @@ def cut(lengths: Sequence[int], *, ranks: int, layout: str) -> Layout:
         ranks (`int`): Ranks of the group, at least 1.
         layout (`str`): `contiguous` (documents end to end, cut in equal parts), `zigzag` (every
             document head-tail over all ranks) or `spread` (long documents head-tail over several
-            ranks with widths by free room, the rest whole, the last ones split so that every rank
-            is full).
+            ranks, as wide as balances attention, the rest whole, and cut where none has room).
 
     Raises:
         ValueError: on an unknown layout, fewer than one rank, no document or an empty document.
@@ -120,19 +118,19 @@ def cut(lengths: Sequence[int], *, ranks: int, layout: str) -> Layout:
         raise ValueError(f"a batch needs documents of at least one token, got lengths {lengths}")
     total = int(sum(lengths))
     room = [total // ranks + (r < total % ranks) for r in range(ranks)]
-    place = {"contiguous": _contiguous, "zigzag": _zigzag, "spread": _spread}[layout]
-    held: dict[tuple[int, int], list[Range]] = defaultdict(list)
-    for rank, document, start, stop in place(list(map(int, lengths)), list(room)):
-        held[rank, document].append((start, stop))
-    rows, columns = [0] * ranks, []
-    for rank, document in sorted(held):
-        for start, stop in union(held[rank, document]):
-            columns.append((rank, rows[rank], document, start, stop))
-            rows[rank] += stop - start
-    assert rows == room, (rows, room)
-    return Layout(
-        np.asarray(lengths, np.int32), ranks, np.asarray(columns, np.int32).reshape(-1, 5)
-    )
+    place = {"contiguous": _contiguous, "zigzag": _zigzag, "spread": spread}[layout]
+    shares = np.asarray(list(place(list(map(int, lengths)), list(room))), np.int64)
+    rank, document, start, stop = shares[np.lexsort(shares.T[[2, 1, 0]])].T
+    opens = np.append(True, (rank[1:] != rank[:-1]) | (document[1:] != document[:-1])
+                      | (start[1:] != stop[:-1]))  # fmt: skip
+    closes = np.append(opens[1:], True)
+    rank, document, start, stop = rank[opens], document[opens], start[opens], stop[closes]
+    rows = np.bincount(rank, weights=stop - start, minlength=ranks).astype(np.int64)
+    assert rows.tolist() == room, (rows, room)
+    row = np.cumsum(stop - start) - (stop - start)
+    row -= np.append(0, np.cumsum(rows))[rank]
+    columns = np.stack([rank, row, document, start, stop], axis=1).astype(np.int32)
+    return Layout(np.asarray(lengths, np.int32), ranks, columns)
 
 
 _Share = tuple[int, int, int, int]  # rank, document, start, stop
@@ -178,55 +176,3 @@ def _fill(pieces: list[tuple[int, Range]], room: list[int]) -> Iterator[_Share]:
             yield rank, document, start, start + taken
             room[rank] -= taken
             start += taken
-
-
-def _spread(lengths: list[int], free_rows: list[int]) -> Iterator[_Share]:
-    """Long documents as head-tail windows on the least loaded ranks, others whole, rest to fill."""
-    tokens = np.asarray(lengths, np.int64)
-    work = entries(0, tokens, window=0)
-    mean = float(work.sum()) / len(free_rows)
-    room, load = np.asarray(free_rows, np.int64), np.zeros(len(free_rows))
-    rest: list[tuple[int, Range]] = []
-    for d in np.argsort(-tokens, kind="stable").tolist():
-        n = lengths[d]
-        whole = work[d] <= mean and n <= room.max()
-        if whole:
-            rank = int(np.argmin(np.where(room >= n, load, np.inf)))
-            shares = [(rank, (0, n))]
-        else:
-            shares = _windows(n, float(work[d]), mean, load, room)
-            rest += [(d, hole) for hole in subtract((0, n), [share for _, share in shares])]
-        for rank, (start, stop) in shares:
-            room[rank] -= stop - start
-            load[rank] += (start + 1 + stop) * (stop - start) / 2
-            yield rank, d, start, stop
-    yield from _fill(sorted(rest), room.tolist())
-
-
-def _windows(
-    n: int, work: float, mean: float, load: np.ndarray, room: np.ndarray
-) -> list[tuple[int, Range]]:
-    """Head-tail shares of one document of `n` tokens: row p pairs with row n-1-p, every pair costs
-    n+1 entries, so widths proportional to the ranks' free work balance them."""
-    chosen: list[int] = []
-    free = tokens = 0.0
-    for rank in np.argsort(load, kind="stable").tolist():
-        if free >= work and tokens >= n:
-            break
-        if room[rank] and (load[rank] < mean or tokens < n):
-            chosen.append(rank)
-            free += max(mean - load[rank], 0.0)
-            tokens += room[rank]
-    shares: list[tuple[int, Range]] = []
-    pairs, done = n // 2, 0
-    for rank in sorted(chosen):
-        wanted = pairs * max(mean - load[rank], 0.0) / free if free else pairs / len(chosen)
-        width = round(wanted / GRANULE) * GRANULE if rank != max(chosen) else pairs - done
-        width = min(width, int(room[rank]) // 2, pairs - done)
-        if not width:
-            continue
-        start, done = done, done + width
-        shares += [(rank, (start, done)), (rank, (n - done, n - start))]
-        if done == pairs and n % 2 and 2 * width < room[rank]:
-            shares.append((rank, (done, done + 1)))  # the middle row has no mirror row
-    return shares

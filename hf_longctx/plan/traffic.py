@@ -1,0 +1,91 @@
+"""Balanced tasks -> rows that each rank sends and receives, without building any program.
+
+Floor: plan. It counts as `exchange.py` sends: query rows once to their server, and keys once per
+(owner, server), save those of tasks whose keys the server holds in one run of rows. Letters: R
+ranks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .cost import LayerKind
+from .layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Traffic:
+    """Rows that move in the forward of one layer.
+
+    Args:
+        queries_sent, queries_received (`np.ndarray`): int64 `[R]`, query rows to and of servers;
+            as many rows of results go the other way.
+        keys_sent, keys_received (`np.ndarray`): int64 `[R]`, key/value rows.
+    """
+
+    queries_sent: np.ndarray
+    queries_received: np.ndarray
+    keys_sent: np.ndarray
+    keys_received: np.ndarray
+
+    def elements(self, kind: LayerKind) -> np.ndarray:
+        """int64 `[2, R]`: elements sent and received, results included, log-sum-exps not."""
+        queries = self.queries_sent + self.queries_received  # out, and back as results
+        keys = np.stack([self.keys_sent, self.keys_received])
+        return queries * kind.query_width + keys * kind.key_value_width
+
+
+def traffic(layout: Layout, tasks: np.ndarray, *, kind: LayerKind) -> Traffic:
+    """Count what a plan moves.
+
+    Args:
+        layout (`Layout`): Where the tokens lie.
+        tasks (`np.ndarray`): int32 `[tasks, 5]`, the fields of `Task`.
+        kind (`LayerKind`): What rows see.
+    """
+    # Tokens are numbered through all documents, laid end to end.
+    first = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+    owner, _, document, start, _ = layout.columns.T
+    begin = first[document] + start
+    order = np.argsort(begin)
+    owner, begin = owner[order], begin[order]
+    end = np.append(begin[1:], first[-1])
+
+    document, start, stop, home, server = tasks.astype(np.int64).T
+    low, high = kind.keys_seen_by(start, stop, length=layout.lengths[document])
+    low, high = first[document] + low, first[document] + high
+    holder = np.searchsorted(begin, low, side="right") - 1
+    needed = (owner[holder] != server) | (end[holder] < high)
+    server_of, low, high = _union(server[needed], low[needed], high[needed], stride=first[-1] + 1)
+
+    from_segment = np.searchsorted(begin, low, side="right") - 1
+    segments = np.searchsorted(begin, high, side="left") - from_segment
+    run = np.repeat(np.arange(len(low)), segments)
+    segment = np.arange(len(run)) - np.repeat(np.cumsum(segments) - segments, segments)
+    segment += from_segment[run]
+    rows = np.minimum(end[segment], high[run]) - np.maximum(begin[segment], low[run])
+    rows[owner[segment] == server_of[run]] = 0
+    moved = np.where(home != server, stop - start, 0)
+
+    def summed(by: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        return np.bincount(by, weights=weights, minlength=layout.ranks).astype(np.int64)
+
+    return Traffic(
+        queries_sent=summed(home, moved),
+        queries_received=summed(server, moved),
+        keys_sent=summed(owner[segment], rows),
+        keys_received=summed(server_of[run], rows),
+    )
+
+
+def _union(
+    server: np.ndarray, low: np.ndarray, high: np.ndarray, *, stride: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ranges of each server, all below `stride` -> its disjoint ranges: servers, starts, ends."""
+    low, high = server * stride + low, server * stride + high
+    order = np.argsort(low, kind="stable")
+    low, high = low[order], np.maximum.accumulate(high[order])
+    opens = np.append(True, low[1:] > high[:-1])[: len(low)]
+    closes = np.append(opens[1:], True)[: len(low)]
+    of = server[order][opens]
+    return of, low[opens] - of * stride, high[closes] - of * stride
