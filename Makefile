@@ -28,8 +28,9 @@ demo: $(INSTALLED)  ## fine-tune SmolLM2-135M on two CPU ranks, reload it, gener
 		--config recipes/smollm2/distca_cpu.yaml --summary_json demo.json
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/reload_and_generate.py outputs/smollm2-distca-cpu
 
+# A file's tests share the processes that they start, so a file stays with one worker.
 test: $(INSTALLED)  ## run all tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 # Exit status 5 means that no test was collected, which is no failure here.
 test-gpu: $(INSTALLED)  ## run the tests that need a CUDA device

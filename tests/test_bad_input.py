@@ -234,7 +234,9 @@ def test_loaders_that_would_never_be_called_are_refused(tmp_path, name):
     base = type("Base", (Trainer,), {name: lambda self, *args: None})
     theirs = type("Theirs", (LongCtxTrainerMixin, base), {})
     given = {"args": arguments(SMALL, tmp_path), "train_dataset": documents([9])}
-    with pytest.raises(ValueError, match=rf"Base.{name} is overridden, but batches are packed"):
+    with pytest.raises(
+        ValueError, match=rf"Base.{name} is overridden, but hf_longctx packs batches"
+    ):
         theirs(model=tiny("distca", dtype=torch.float32), **given)
 
 

@@ -244,7 +244,8 @@ def test_missing_files_and_wrong_flags_exit_with_1(flags, message, capsys):
 
 def test_the_readme_shows_what_the_command_prints(capsys):
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    command, shown = readme.split("## Will it work with my model?")[1].split("```text\n")
+    section = readme.split("## Will it work with my model?")[1]
+    command, shown = section.split("```text\n", 1)
     flags = command.split("hf-longctx ", 1)[1].splitlines()[0].split()
     assert main(flags) == 2
     assert shown.startswith(capsys.readouterr().out + "```")
