@@ -101,6 +101,11 @@ def test_masks_are_folded_into_labels(row, labels):
     assert [document["labels"] for document in packed] == [labels[:1], labels[1:]]
 
 
+def test_b20_targets_under_another_name_are_refused():
+    with pytest.raises(ValueError, match="row 0 holds .'label_ids'., boundaries or target masks"):
+        scan([{"input_ids": [5, 6], "label_ids": [-100, 6]}])
+
+
 def test_targets_are_counted_and_said(caplog):
     rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [1], "labels": [1]}]
     with caplog.at_level("INFO", logger="hf_longctx"):

@@ -181,3 +181,6 @@ def test_a_trainer_refuses_them_before_it_trains(tmp_path):
     LongCtxTrainer(model=model, args=arguments, train_dataset=documents([32, 3]))
     with pytest.raises(ValueError, match="33 tokens is longer than the model's table of 32 posi"):
         LongCtxTrainer(model=model, args=arguments, train_dataset=documents([33, 3]))
+    later = [{"input_ids": [1, 2], "position_ids": [5, 6]}]
+    with pytest.raises(ValueError, match="train_dataset has position_ids, but documents are numb"):
+        LongCtxTrainer(model=model, args=arguments, train_dataset=later)

@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_longctx import LongCtxTrainingArguments
 from hf_longctx.run import Launch, main
 from hf_longctx.run_flags import read
 from hf_longctx.training.trainer import LongCtxTrainerMixin
@@ -185,6 +186,20 @@ def test_a_batch_size_that_was_set_is_refused(checkpoint, caplog):
         Launch(read([*flags, "--per_device_train_batch_size=8"])).run()
     assert ended.value.code == 2
     assert "error: per-device batch sizes: per_device_train_batch_size=8" in caplog.text
+
+
+def test_a_lost_trainer_is_waited_for_no_longer_than_with_our_own_arguments(checkpoint, tmp_path):
+    flags = training_flags(checkpoint, "waits")
+    code = "from transformers import *\n"
+    code += "a = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()[0]\n"
+    code += f"m = AutoModelForCausalLM.from_pretrained({str(checkpoint / 'model')!r})\n"
+    code += "t = Trainer(m, a, train_dataset=[{'input_ids': [1, 2, 3]}])\n"
+    code += f"assert t.args.ddp_timeout == {LongCtxTrainingArguments.ddp_timeout}\n"
+    code += "assert t.args.longctx_max_tokens_per_rank == 128\n"
+    (tmp_path / "script.py").write_text(code)
+    launch = Launch(read([str(tmp_path / "script.py"), *flags, "--attn_implementation", "ring"]))
+    launch.run()
+    assert launch.trainers == 1
 
 
 def test_a_script_without_a_trainer_is_told(tmp_path, caplog):
