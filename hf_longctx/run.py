@@ -28,12 +28,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from .arguments import LongCtxArguments, unset_batch_sizes
+from .arguments import LongCtxArguments, LongCtxTrainingArguments, unset_batch_sizes
 from .run_flags import NAME, Command, flags_in, read
 from .training.trainer import LongCtxTrainerMixin
 
 logger = logging.getLogger("hf_longctx.run")  # this module runs as __main__
-_WAIT_SECONDS = 600  # as LongCtxTrainingArguments: a lost trainer is noticed sooner
 
 
 class Launch:
@@ -182,7 +181,7 @@ class _Launched(LongCtxTrainerMixin):
         self._train_batch_size = arguments.train_batch_size
         usual = TrainingArguments.__dataclass_fields__["ddp_timeout"].default
         if arguments.ddp_timeout == usual and "ddp_timeout" not in given:
-            arguments.ddp_timeout = _WAIT_SECONDS
+            arguments.ddp_timeout = LongCtxTrainingArguments.ddp_timeout
         if getattr(arguments, "max_length", None):  # of SFTConfig, 1024 when left out
             changes.append(f"max_length={arguments.max_length} of the script cut them beforehand")
         self.launch.say(type(self).__name__, changes)

@@ -171,6 +171,18 @@ MODEL_RULES: tuple[Rule, ...] = (
 )
 
 
+def refuse(rules: Iterable[Rule], subject: Any) -> None:
+    """Apply rules to what they look at.
+
+    Raises:
+        ValueError: with every rule that applies.
+    """
+    found = ((rule, rule.found(subject)) for rule in rules)
+    problems = [rule.message(value) for rule, value in found if value is not None]
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def model_problems(config: Any) -> list[tuple[Rule, object]]:
     """The rules that refuse a model, each with the value that it refuses.
 

@@ -6,7 +6,7 @@ Floor: support.
 from collections.abc import Callable
 from typing import Any
 
-from .rules import Rule
+from .rules import Rule, refuse
 
 
 def _unless(field: str, *allowed: object) -> Callable[[Any], object]:
@@ -184,7 +184,4 @@ def refuse_arguments(arguments: Any) -> None:
     Raises:
         ValueError: with every rule that applies.
     """
-    found = ((rule, rule.found(arguments)) for rule in ARGUMENT_RULES)
-    problems = [rule.message(value) for rule, value in found if value is not None]
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(ARGUMENT_RULES, arguments)

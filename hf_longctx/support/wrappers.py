@@ -7,7 +7,7 @@ Floor: support. Accelerate passes over FSDP and DeepSpeed in silence where it do
 import os
 from typing import Any
 
-from .rules import Rule
+from .rules import Rule, refuse
 
 
 def _asked(flag: str, variable: str, trainer: Any) -> object:
@@ -97,7 +97,4 @@ def refuse_wrappers(trainer: Any) -> None:
     Raises:
         ValueError: with every rule that applies.
     """
-    found = ((rule, rule.found(trainer)) for rule in WRAPPER_RULES)
-    problems = [rule.message(value) for rule, value in found if value is not None]
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(WRAPPER_RULES, trainer)
