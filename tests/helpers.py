@@ -54,7 +54,8 @@ def examples(number: int) -> settings:
 
 @st.composite
 def plans(draw: st.DrawFn, *, ranks: int = 5) -> Plan:
-    """Any algorithm on any layout, mask and tolerance, with up to `ranks` ranks."""
+    """Any algorithm on any layout, mask and tolerance, with up to `ranks` ranks; distca also with
+    up to two extra servers."""
     layout = cut(
         draw(LENGTHS), ranks=draw(st.integers(1, ranks)), layout=draw(st.sampled_from(LAYOUTS))
     )
@@ -62,7 +63,10 @@ def plans(draw: st.DrawFn, *, ranks: int = 5) -> Plan:
         window=draw(WINDOWS), causal=draw(st.booleans()), query_width=2, key_value_width=2
     )
     tolerance = draw(st.sampled_from([0.0, 0.05, 0.5]))
-    return make_plan(draw(st.sampled_from(ALGORITHMS)), layout, kind=kind, tolerance=tolerance)
+    algorithm = draw(st.sampled_from(ALGORITHMS))
+    speed = st.sampled_from([0.25, 1.0, 3.0])
+    speeds = tuple(draw(st.lists(speed, max_size=2))) if algorithm == "distca" else ()
+    return make_plan(algorithm, layout, kind=kind, tolerance=tolerance, speeds=speeds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,13 +202,19 @@ def threads(work: Callable[[int], None], *, ranks: int) -> None:
 
 
 def run_threads(plan: Plan, rows: Rows, *, channels: Sequence[Channel] | None = None) -> Run:
-    """Forward and backward of one layer through autograd, one thread per rank."""
-    ranks = plan.layout.ranks
-    channels = channels or Hub(ranks, timeout=20.0).channels()
-    accounts = [Account() for _ in range(ranks)]
+    """Forward and backward of one layer through autograd, one thread per rank and server."""
+    ranks, processes = plan.layout.ranks, plan.processes
+    channels = channels or Hub(processes, timeout=20.0).channels()
+    accounts = [Account() for _ in range(processes)]
     shards: list[Results | None] = [None] * ranks
 
     def work(rank: int) -> None:
+        if rank >= ranks:
+            for backward in (False, True):
+                run = execution(plan, rank, rows, channels[rank], backward=backward)
+                for phase in whole(run):
+                    phase.wait()
+            return
         layer = Layer(
             plan.program(rank),
             channels[rank],
@@ -214,7 +224,7 @@ def run_threads(plan: Plan, rows: Rows, *, channels: Sequence[Channel] | None = 
         own = shard(plan.layout, rank, rows)
         shards[rank] = differentiate(lambda q, k, v: attend(layer, q, k, v)[0], own)
 
-    threads(work, ranks=ranks)
+    threads(work, ranks=processes)
     results = gather(plan.layout, [x for x in shards if x is not None])
     return Run(results=results, accounts=accounts, sent=[sum(c.sent.values()) for c in channels])
 
@@ -257,23 +267,25 @@ def whole(run: Execution) -> Generator[Exchange]:
         yield from run.phase(number)
 
 
+def execution(plan: Plan, rank: int, rows: Rows, channel: Channel, *, backward: bool) -> Execution:
+    """One direction of the program of a rank, or of an extra server."""
+    return Execution(
+        plan.program(rank),
+        widths=rows.widths,
+        dtype=rows.q.dtype,
+        backward=backward,
+        channel=channel,
+        scoring=scoring(plan),
+    )
+
+
 def run_lock_step(plan: Plan, rows: Rows, *, seed: int = 0) -> Results:
     """Forward and backward of one layer in this thread, without autograd."""
-    ranks = range(plan.layout.ranks)
-    channels = Hub(plan.layout.ranks).channels()
+    ranks = range(plan.processes)
+    channels = Hub(plan.processes).channels()
     own = [shard(plan.layout, rank, rows) for rank in ranks]
     forward, backward = (
-        [
-            Execution(
-                plan.program(rank),
-                widths=rows.widths,
-                dtype=rows.q.dtype,
-                backward=direction,
-                channel=channels[rank],
-                scoring=scoring(plan),
-            )
-            for rank in ranks
-        ]
+        [execution(plan, rank, rows, channels[rank], backward=direction) for rank in ranks]
         for direction in (False, True)
     )
     for direction, executions in enumerate((forward, backward)):
@@ -292,7 +304,7 @@ def run_lock_step(plan: Plan, rows: Rows, *, seed: int = 0) -> Results:
         )
         for there, back in zip(forward, backward, strict=True)
     ]
-    return gather(plan.layout, shards)
+    return gather(plan.layout, shards[: plan.layout.ranks])
 
 
 @contextmanager

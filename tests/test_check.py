@@ -36,7 +36,7 @@ KIND = LayerKind(query_width=2, key_value_width=2)
 WIDTHS = Widths(heads=2, kv_heads=1, head_dim=4, value_dim=4)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Tampered(Plan):
     """A plan whose ranks run other programs than it made."""
 
@@ -49,7 +49,7 @@ class Tampered(Plan):
 def tamper(plan: Plan, programs: dict[int, Program]) -> Tampered:
     """The plan with some ranks' programs exchanged."""
     whole = {rank: plan.program(rank) for rank in range(plan.layout.ranks)} | programs
-    return Tampered(plan.algorithm, plan.layout, plan.kind, plan.tasks, whole)
+    return Tampered(plan.algorithm, plan.layout, plan.kind, plan.tasks, programs=whole)
 
 
 def rebuilt(

@@ -160,8 +160,8 @@ def one_document() -> Any:
     def plan(batch: LongCtxBatch, algorithm: str, kind: Any) -> Any:
         lengths, ranks = [int(batch.layout.lengths.sum())], batch.layout.ranks
         joined = cut(lengths, ranks=ranks, layout="contiguous")
-        batch._plans[algorithm, kind] = make_plan(algorithm, joined, kind=kind)
-        return batch._plans[algorithm, kind]
+        batch._plans[algorithm, kind, ()] = make_plan(algorithm, joined, kind=kind)
+        return batch._plans[algorithm, kind, ()]
 
     return replaced(LongCtxBatch, "plan", plan)
 
@@ -172,10 +172,10 @@ def no_exchange() -> Any:
     def plan(batch: LongCtxBatch, algorithm: str, kind: Any) -> Any:
         lengths = [s.stop - s.start for s in batch.layout.segments]
         apart = cut(lengths, ranks=batch.layout.ranks, layout="contiguous")
-        batch._plans[algorithm, kind] = make_plan(
+        batch._plans[algorithm, kind, ()] = make_plan(
             algorithm, apart, kind=kind, tolerance=float("inf")
         )
-        return batch._plans[algorithm, kind]
+        return batch._plans[algorithm, kind, ()]
 
     return replaced(LongCtxBatch, "plan", plan)
 

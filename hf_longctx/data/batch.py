@@ -74,6 +74,8 @@ class LongCtxBatch:
         pieces (`np.ndarray`, *optional*): int64 `[documents, 3]`: row in the data set, start and
             stop of each document of the layout; filler has none.
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
+        speeds (`tuple[float, ...]`, *optional*): Of each extra server that this process's channel
+            reaches, beside a rank's 1; never pickled, and set anew when a server comes or goes.
     """
 
     layout: Layout
@@ -85,8 +87,9 @@ class LongCtxBatch:
     stream: int = 0
     pieces: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     runtime: Any = None
+    speeds: tuple[float, ...] = ()
     saved: SavedAttention = field(default_factory=SavedAttention)
-    _plans: dict[tuple[str, LayerKind], Plan] = field(default_factory=dict)
+    _plans: dict[tuple[str, LayerKind, tuple[float, ...]], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "stream", "pieces")
@@ -97,10 +100,10 @@ class LongCtxBatch:
 
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
         """The plan for layers of one kind; made on first use, the same on every rank."""
-        key = algorithm, kind
+        key = algorithm, kind, self.speeds
         if key not in self._plans:
             self._plans[key] = make_plan(
-                algorithm, self.layout, kind=kind, tolerance=self.tolerance
+                algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds
             )
         return self._plans[key]
 

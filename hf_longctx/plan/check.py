@@ -213,14 +213,14 @@ def check(plan: Plan) -> None:
         PlanError: naming rank, operation or document, when anything differs from one process that
             runs each document alone.
     """
-    ranks = range(plan.layout.ranks)
+    ranks = range(plan.processes)
     programs = {r: plan.program(r) for r in ranks}
     noise = np.random.default_rng(0)
     tokens = int(plan.layout.lengths.sum())
     q, k, g = (noise.integers(0, 2**63, tokens, np.uint64) for _ in range(3))
     out, dq, dkv = _expected(plan, q, k, g)
     for backward in (False, True):
-        mail = _Mail(plan.layout.ranks)
+        mail = _Mail(plan.processes)
         states = [_Rank(r, programs[r], mail, plan.kind) for r in ranks]
         for state in states:
             own = plan.layout.flat_rows(state.rank)

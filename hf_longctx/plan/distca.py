@@ -9,6 +9,7 @@ every pair of an item costs the same, so cutting pairs off the inner end moves t
 key. That holds for bidirectional documents too, whose rows all cost the document's length.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,11 @@ from .layout import Layout
 
 
 class Task(NamedTuple):
-    """Query rows `[start, stop)` of `document`, held by `home`, computed by `server`."""
+    """Query rows `[start, stop)` of `document`, held by `home`, computed by `server`.
+
+    Servers are numbered after the ranks: a rank that serves in place is its own number, the first
+    extra server is `layout.ranks`.
+    """
 
     document: int
     start: int
@@ -59,35 +64,43 @@ def _work(table: np.ndarray, layout: Layout, kind: LayerKind) -> np.ndarray:
     return head_rows + tail_rows + middle
 
 
-def balance(layout: Layout, *, kind: LayerKind, tolerance: float) -> np.ndarray:
-    """Move items between ranks until every rank is within `tolerance` of the mean work.
+def balance(
+    layout: Layout, *, kind: LayerKind, tolerance: float, speeds: Sequence[float] = ()
+) -> np.ndarray:
+    """Move items between servers until each is within `tolerance` of its share of the work.
 
     Args:
         layout (`Layout`): Where the tokens lie; each rank first serves its own rows.
         kind (`LayerKind`): What a row sees, and its widths, which weigh a move's bytes.
-        tolerance (`float`): Allowed excess over the mean, as a fraction; `inf` moves nothing.
+        tolerance (`float`): Allowed excess over a share, as a fraction; `inf` moves nothing.
+        speeds (`Sequence[float]`, *optional*): How fast each extra server is beside a rank, whose
+            speed is 1; shares are in proportion.
 
     Returns:
         int64 item table as `items` gives it, with servers assigned.
     """
     table = items(layout)
     work = _work(table, layout, kind)
-    load = np.bincount(table[:, _SERVER], weights=work, minlength=layout.ranks)
-    mean = load.sum() / layout.ranks
-    # A step lasts as long as its busiest rank: once that is near the mean, moves only cost bytes.
-    for receiver in np.argsort(load, kind="stable").tolist():
-        while min(load.max() - mean, mean - load[receiver]) > tolerance * mean:
-            moved = _move(table, work, load, mean, mean, load > mean, receiver, layout, kind)
+    speed = np.concatenate([np.ones(layout.ranks), speeds])
+    load = np.bincount(table[:, _SERVER], weights=work, minlength=len(speed))
+    share = load.sum() * speed / speed.sum()
+    # A step lasts as long as its busiest server: once that is near its share, moves only cost
+    # bytes.
+    for receiver in np.argsort(load - share, kind="stable").tolist():
+        while (load - (1 + tolerance) * share).max() > 0 and (
+            load[receiver] < (1 - tolerance) * share[receiver]
+        ):
+            moved = _move(table, work, load, share, share, load > share, receiver, layout, kind)
             if moved is None:
                 break
             table, work = moved
-    # A donor may be left alone far above the mean: first without lifting a receiver above the
-    # mean, then, where that leaves no room for a granule, up to the tolerance.
-    for ceiling in (mean, (1 + tolerance) * mean):
-        while load.max() > (1 + tolerance) * mean:
-            donors = np.arange(layout.ranks) == load.argmax()
-            receiver = int(load.argmin())
-            moved = _move(table, work, load, mean, ceiling, donors, receiver, layout, kind)
+    # A donor may be left alone far above its share: first without lifting a receiver above its
+    # own, then, where that leaves no room for a granule, up to the tolerance.
+    for ceiling in (share, (1 + tolerance) * share):
+        while (load - (1 + tolerance) * share).max() > 0:
+            donors = np.arange(len(load)) == (load / share).argmax()
+            receiver = int((load / share).argmin())
+            moved = _move(table, work, load, share, ceiling, donors, receiver, layout, kind)
             if moved is None:
                 break
             table, work = moved
@@ -98,8 +111,8 @@ def _move(
     table: np.ndarray,
     work: np.ndarray,
     load: np.ndarray,
-    mean: float,
-    ceiling: float,
+    share: np.ndarray,
+    ceiling: np.ndarray,
     donors: np.ndarray,
     receiver: int,
     layout: Layout,
@@ -107,16 +120,16 @@ def _move(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Make the move to `receiver` with the most work per byte; `None` when there is none.
 
-    `load` is updated in place; donors stay above the mean and the receiver below `ceiling`. Bytes
-    of n pairs: 2n query rows and the keys up to the last row moved, or all where rows see later
-    ones.
+    `load` is updated in place; donors stay above their share and the receiver below its `ceiling`.
+    Bytes of n pairs: 2n query rows and the keys up to the last row moved, or all where rows see
+    later ones.
     """
     candidates = np.flatnonzero(donors[table[:, _SERVER]])
     if not len(candidates):
         return None
     rows, total = table[candidates], work[candidates]
-    surplus = load[rows[:, _SERVER]] - mean
-    limit = np.minimum(total, np.minimum(surplus, ceiling - load[receiver]))
+    surplus = (load - share)[rows[:, _SERVER]]
+    limit = np.minimum(total, np.minimum(surplus, ceiling[receiver] - load[receiver]))
     pairs = rows[:, _LAST] - rows[:, _FIRST]
     whole = limit >= total
     per_pair = np.maximum(total / np.maximum(pairs, 1), 1)

@@ -45,10 +45,19 @@ class ExchangePlan:
         layout (`Layout`): Where the tokens lie.
         tasks (`Iterable[Task]`): The balanced tasks of all ranks, by server, document and row.
         kind (`LayerKind`): What its rows see bounds the keys a task needs.
+        processes (`int`, *optional*): Ranks and extra servers; the ranks alone by default.
     """
 
-    def __init__(self, layout: Layout, tasks: Iterable[Task], *, kind: LayerKind) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        tasks: Iterable[Task],
+        *,
+        kind: LayerKind,
+        processes: int | None = None,
+    ) -> None:
         self.layout, self.kind = layout, kind
+        self.processes = processes or layout.ranks
         self.pieces: dict[tuple[int, int], list[Placed]] = {}  # by rank and document, in order
         for segment in layout.segments:
             self.pieces.setdefault((segment.rank, segment.document), []).append(segment)
@@ -115,7 +124,7 @@ class _RankProgram:
         self.mine = plan.moved.get(rank, [])
         self.context, self.context_grad = self._gather_array("kv"), self._gather_array("dkv")
         self.visit = {kind: self._task_array(kind) for kind in ("q", "out", "grad", "dq")}
-        self.peers = [r for r in range(plan.layout.ranks) if r != rank]
+        self.peers = [p for p in range(plan.processes) if p != rank]
 
     def _gather_array(self, kind: str) -> int:
         row = 0

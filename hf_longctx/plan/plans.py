@@ -29,19 +29,26 @@ class Plan:
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers it is for.
         tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` all at home.
+        speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
     """
 
     algorithm: str
     layout: Layout
     kind: LayerKind
     tasks: np.ndarray
+    speeds: tuple[float, ...] = ()
+
+    @property
+    def processes(self) -> int:
+        """Ranks and extra servers, which are numbered after them."""
+        return self.layout.ranks + len(self.speeds)
 
     @cached_property
     def digest(self) -> int:
         """A stable hash of everything the programs follow from, as a non-negative int64."""
         kind = (self.kind.window, self.kind.query_width, self.kind.key_value_width)
         sees = "" if self.kind.causal else " bidirectional"
-        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}".encode()
+        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}".encode()
         columns = (self.layout.lengths, self.layout.columns, self.tasks)
         parts = [text, *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
@@ -50,14 +57,14 @@ class Plan:
     @cached_property
     def _exchange(self) -> ExchangePlan:
         views = [Task(*row) for row in self.tasks.tolist()]
-        return ExchangePlan(self.layout, views, kind=self.kind)
+        return ExchangePlan(self.layout, views, kind=self.kind, processes=self.processes)
 
     @cached_property
     def _programs(self) -> dict[int, Program]:
         return {}
 
     def program(self, rank: int) -> Program:
-        """The program of one rank; built on first use."""
+        """The program of one rank or extra server; built on first use."""
         if rank not in self._programs:
             if self.algorithm == "ring":
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
@@ -67,18 +74,33 @@ class Plan:
         return self._programs[rank]
 
     def work(self, *, balanced: bool) -> np.ndarray:
-        """float64 `[ranks]`: score entries per rank, by server, or by home when not `balanced`."""
+        """float64 `[processes]`: score entries by server, or by home when not `balanced`."""
         by = self.tasks[:, 4 if balanced else 3]
         document, start, stop = self.tasks[:, :3].T
         cost = self.kind.entries(start, stop, length=self.layout.lengths[document])
-        return np.bincount(by, weights=cost, minlength=self.layout.ranks)
+        return np.bincount(by, weights=cost, minlength=self.processes)
 
     def attention_max_over_mean(self, *, balanced: bool = True) -> float:
-        """Attention work of the busiest rank over the mean, after or before balancing."""
-        return max_over_mean(self.work(balanced=balanced))
+        """Attention work of the busiest rank over the mean, after or before balancing.
+
+        Extra servers count, by their speed, only after it.
+        """
+        ranks, speed = self.layout.ranks, np.concatenate([np.ones(self.layout.ranks), self.speeds])
+        work = self.work(balanced=balanced)
+        if not balanced:
+            return max_over_mean(work[:ranks])
+        total = float(work.sum())
+        return float((work / speed).max()) * float(speed.sum()) / total if total else 1.0
 
 
-def make_plan(algorithm: str, layout: Layout, *, kind: LayerKind, tolerance: float = 0.05) -> Plan:
+def make_plan(
+    algorithm: str,
+    layout: Layout,
+    *,
+    kind: LayerKind,
+    tolerance: float = 0.05,
+    speeds: tuple[float, ...] = (),
+) -> Plan:
     """Plan one batch.
 
     Args:
@@ -87,19 +109,27 @@ def make_plan(algorithm: str, layout: Layout, *, kind: LayerKind, tolerance: flo
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers the plan is for.
         tolerance (`float`, *optional*, defaults to 0.05): Allowed excess over the mean work.
+        speeds (`tuple[float, ...]`, *optional*): One positive number per extra server (`distca`
+            only): how fast it attends beside a rank, whose speed is 1.
 
     Raises:
-        ValueError: on an algorithm that is not built, or a negative tolerance.
+        ValueError: on an algorithm that is not built, a negative tolerance, servers for an
+            algorithm without, or a speed that is not positive.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{algorithm!r} has no planner yet; use one of {ALGORITHMS}")
     if not tolerance >= 0:
         raise ValueError(f"longctx_tolerance={tolerance} must be 0 or more, for example 0.05")
+    if speeds and (algorithm != "distca" or not min(speeds) > 0):
+        raise ValueError(
+            f"servers of speeds {speeds} for {algorithm!r}: only distca has servers, and each "
+            "speed must be positive, for example 1.0"
+        )
     if algorithm == "ring":
         table = items(layout)
     else:
-        table = balance(layout, kind=kind, tolerance=tolerance)
-    return Plan(algorithm, layout, kind, tasks(table))
+        table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds)
+    return Plan(algorithm, layout, kind, tasks(table), speeds)
 
 
 @lru_cache(maxsize=32)

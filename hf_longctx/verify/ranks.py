@@ -149,7 +149,7 @@ def _inputs(case: Case, context: RankContext, runtime: Runtime, index: int) -> d
 def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype) -> int:
     """Bytes that this rank's programs send for one batch, over all layers."""
     widths = [layer_widths(config, dtype=dtype) for config in layer_configs(model.config)]
-    plans = {kind: plan for (_, kind), plan in batch._plans.items()}
+    plans = {kind: plan for (_, kind, _), plan in batch._plans.items()}
     programs = [plans[kind].program(batch.rank) for kind in layer_kinds(model.config)]
     return sum(map(sent_in_layer, programs, widths))
 

@@ -1,0 +1,97 @@
+"""Extra attention servers in plans and channels: shares by speed, and a loss that shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from helpers import Rows, reference, run_threads
+
+from hf_longctx.comm.bridge import BridgedChannel
+from hf_longctx.comm.channels import Exchange, ExchangeError, Hub, Parcel
+from hf_longctx.plan.check import check
+from hf_longctx.plan.cost import LayerKind
+from hf_longctx.plan.layout import cut
+from hf_longctx.plan.plans import make_plan
+
+LENGTHS = [4000, 700, 300, 1, 2000, 999]
+
+
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 1.0), (0.5, 2.0)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4], ids="ranks{}".format)
+def test_servers_take_their_share_and_results_stay(ranks: int, speeds: tuple[float, ...]) -> None:
+    layout = cut(LENGTHS, ranks=ranks, layout="spread")
+    rows = Rows.random(sum(LENGTHS))
+    plan = make_plan("distca", layout, kind=rows.kind(), speeds=speeds)
+    check(plan)
+    work = plan.work(balanced=True)
+    filled = work / np.asarray([1.0] * ranks + list(speeds))
+    assert filled.max() < 1.25 * work.sum() / (ranks + sum(speeds))
+    assert filled.min() > 0.5 * filled.max()
+    assert run_threads(plan, rows).results.error(reference(rows, LENGTHS)) < 1e-12
+
+
+def test_servers_change_the_plan_but_not_the_layout_or_the_plan_without() -> None:
+    layout = cut(LENGTHS, ranks=2, layout="spread")
+    plans = [
+        make_plan("distca", layout, kind=LayerKind(), speeds=speeds)
+        for speeds in ((), (1.0,), (2.0,))
+    ]
+    assert len({plan.digest for plan in plans}) == 3
+    assert [plan.processes for plan in plans] == [2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "speeds"), [("ring", (1.0,)), ("distca", (0.0,)), ("distca", (1.0, -1.0))]
+)
+def test_servers_that_cannot_be_planned_are_refused(
+    algorithm: str, speeds: tuple[float, ...]
+) -> None:
+    layout = cut([8], ranks=2, layout="contiguous")
+    with pytest.raises(ValueError, match="only distca has servers, and each speed must be"):
+        make_plan(algorithm, layout, kind=LayerKind(), speeds=speeds)
+
+
+class _Gone:
+    """A bridge whose server is lost: at once, or while an exchange is under way."""
+
+    def __init__(self, *, posts: bool) -> None:
+        self.posts = posts
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+        if not self.posts:
+            raise ExchangeError(what)
+        return self  # type: ignore[return-value]
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise ExchangeError("connection closed")
+
+
+@pytest.mark.parametrize("posts", [False, True], ids=["post", "wait"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_a_lost_server_owes_is_nan(posts: bool, dtype: torch.dtype) -> None:
+    channel = BridgedChannel(None, [_Gone(posts=posts)], ranks=1, rank=0)  # type: ignore[list-item]
+    due = torch.zeros(4, dtype=dtype)
+    for _ in range(2):
+        data = due.zero_().view(torch.uint8)
+        channel.post([(1, data.clone())], [(1, data)], what="a test").wait()
+        assert due.isnan().all()
+    assert list(channel.lost) == [0]
+    assert channel.sent[1] == (due.numel() * due.element_size() if posts else 0)
+
+
+def test_a_bridged_channel_reaches_peers_and_servers() -> None:
+    peers, bridge = Hub(2, timeout=1.0).channels(), Hub(3, timeout=1.0).channels()
+    ranks = [BridgedChannel(peers[r], [bridge[r]], ranks=2, rank=r) for r in range(2)]
+    sent = torch.arange(3, dtype=torch.uint8)
+    to_peer, to_server = torch.zeros_like(sent), torch.zeros_like(sent)
+    ranks[0].post([(1, sent), (2, sent + 1)], [], what="out").wait()
+    ranks[1].post([], [(0, to_peer)], what="in").wait()
+    bridge[2].post([], [(0, to_server)], what="in").wait()
+    assert (to_peer.tolist(), to_server.tolist()) == ([0, 1, 2], [1, 2, 3])
+    assert ranks[0].sent == {1: 3, 2: 3}
