@@ -31,12 +31,12 @@ FLOORS = (
     {"training"},
     {"simulate"},
     {"bench", "verify"},
-    {"cli", "cli_check", "cli_cluster", "run", "run_flags", "__init__"},
+    {"cli", "cli_check", "cli_cluster", "cli_common", "cli_verify", "run", "run_flags", "__init__"},
 )
 # A plan and its simulation are data: they run where no process group and no model exists.
 PURE = {"plan", "simulate"}
 BANNED_IN_PURE = ("torch.distributed", "transformers", "accelerate")
-PRINTING = {"cli", "cli_check", "bench"}
+PRINTING = {"cli", "cli_check", "cli_common", "cli_verify", "bench"}
 
 LINE_CAP = 300
 TEST_LINE_CAP = 400

@@ -1,0 +1,120 @@
+"""`hf-longctx verify`: a model over several ranks against one process, as figures and an exit code.
+
+Floor: the top. Exit codes: 0 all bounds hold, 1 some do not, 2 refused or wrong flags.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .cli_common import add_json, progress, show
+
+VERIFIED = ("longctx_layout", "longctx_tolerance")  # flags whose values change what verify runs
+
+
+def add_verify(commands: Any) -> None:
+    """Add the subcommand to those of `hf-longctx`."""
+    verify = commands.add_parser(
+        "verify",
+        help="compare a model over several ranks with one process, gradients included",
+        description=(
+            "Starts gloo processes on this machine, runs packed documents through the model under "
+            "one of our names, and compares logits, loss and every gradient with one process that "
+            "runs each document alone: naive float64 attention, and stock Transformers in float32. "
+            "Bounds: 1e-10 in float64; in bf16 twice (gradients three times) the error of the "
+            "plain bf16 path; in float32, and against Transformers, 1e-5 or, where the plain "
+            "float32 path itself is further than that from float64, twice (three times) its error. "
+            "Dropout is set to 0 on both sides; attention dropout is refused."
+        ),
+        epilog=(
+            "example: hf-longctx verify --model tests/configs/tiny_llama.json "
+            "--attn_implementation distca --ranks 3"
+        ),
+    )
+    verify.add_argument("--model", required=True, help="checkpoint folder or config JSON")
+    verify.add_argument("--attn_implementation", required=True, help="distca or ring")
+    verify.add_argument("--ranks", type=int, required=True, help="processes to start")
+    verify.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bf16"),
+        default="float64",
+        help="of the comparison with the naive twin (default: float64)",
+    )
+    verify.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="with activation checkpointing, both kinds; reports the worst",
+    )
+    verify.add_argument(
+        "--document_lengths",
+        type=_numbers,
+        metavar="N,N,...",
+        help="tokens of each document of one batch (default: three batches that end documents on, "
+        "before and after rank edges)",
+    )
+    add_json(verify)
+    _add_longctx_flags(verify, names=VERIFIED)
+    verify.set_defaults(run=run)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`1,5,300` -> the numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers, as 1,5,300") from error
+
+
+def _add_longctx_flags(parser: argparse.ArgumentParser, *, names: Sequence[str]) -> None:
+    """The fields `longctx_X` in `names` as `--X`; flags that a command does not use are unknown."""
+    from .arguments import LongCtxArguments
+
+    group = parser.add_argument_group("flags of the run (--longctx_X in training)")
+    for field in dataclasses.fields(LongCtxArguments):
+        if field.name not in names:
+            continue
+        kind, choices = _kind_of(field.type)
+        group.add_argument(
+            "--" + field.name.removeprefix("longctx_"),
+            dest=field.name,
+            type=kind,
+            choices=choices,
+            default=field.default,
+            help=f"{field.metadata['help']} (default: {field.default})",
+        )
+
+
+def _kind_of(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None]:
+    """How to read a field's value, and the values allowed."""
+    if typing.get_origin(hint) is typing.Literal:
+        return str, typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not type(None)), None
+    return hint, None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify, print the report; returns the exit code."""
+    import torch
+
+    from .arguments import LongCtxArguments
+    from .verify.compare import verify
+
+    torch.set_num_threads(1)
+    with progress(arguments):
+        report = verify(
+            model=arguments.model,
+            name=arguments.attn_implementation,
+            ranks=arguments.ranks,
+            arguments=LongCtxArguments(**{name: getattr(arguments, name) for name in VERIFIED}),
+            dtype=arguments.dtype,
+            checkpointing=arguments.checkpointing,
+            document_lengths=arguments.document_lengths,
+        )
+    show(report, arguments.json)
+    failed = report["failed"]
+    print(f"failed: {'; '.join(failed)}" if failed else "exact: all bounds hold")
+    return 1 if failed else 0

@@ -1,0 +1,106 @@
+"""Micro-batches that a group of ranks shares -> Trainer's steps, and what they moved.
+
+Floor: training. A mixin, part of `LongCtxTrainerMixin`: it ties each batch to this process's
+channel, has the ranks compare its plan, and reports balance, bytes and waiting time.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ..attention.kinds import layer_kinds
+from ..data.batch import KEY, LongCtxBatch
+from .overrides import WatchedStep
+from .positions import refuse_longer
+from .report import StepReport, summary
+
+_Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
+
+
+class StepsMixin(_Base):
+    """Runs a Trainer's steps on shared batches."""
+
+    _report: StepReport  # since the last log
+    _spanning = 0  # documents of all logged steps with tokens on several ranks
+    _logged: Tensor  # `_exchanged` at the last log
+    _watched: WatchedStep | None = None  # the step that runs
+
+    def _start_report(self) -> None:
+        """Nothing is counted so far."""
+        self._report, self._logged = StepReport(), torch.zeros(2, dtype=torch.float64)
+
+    def _bind(self, inputs: dict[str, Any]) -> LongCtxBatch:
+        """Tie a batch to this process, and compare its plan across the group."""
+        batch: LongCtxBatch | None = inputs.get(KEY)
+        if batch is None:
+            raise ValueError(
+                f"a batch without {KEY!r} reached the model: it did not come from this trainer's "
+                "data loaders; pass documents as train_dataset and leave data_collator out"
+            )
+        refuse_longer(batch.layout.lengths.tolist(), limit=self._position_limit)
+        if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
+            self.longctx_loaders.compare_rows(batch.stream, name="the stream")
+        batch.runtime = self.longctx_runtime
+        if self.longctx_runtime.channel is not None:
+            kinds = set(layer_kinds(self.model.config))
+            digest = batch.digest(self.longctx_attention, kinds)
+            self.longctx_runtime.channel.agree(digest, what="the plan of a batch")
+        return batch
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """One micro-batch, with this process's channel bound to it."""
+        batch = self._bind(inputs)
+        kinds = layer_kinds(self.model.config)
+        self._report.add(batch, algorithm=self.longctx_attention, kinds=kinds)
+        self._watched = watched = WatchedStep.begin(self, inputs)
+        try:
+            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+            watched.end()
+        finally:
+            self._watched = None
+        return loss
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Targets of a window over all trainers, at least 1: none at all gives loss 0, not NaN."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        return torch.clamp(count, min=1) if isinstance(count, Tensor) else count
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; what it exchanges is not in the log of training steps."""
+        before = self._exchanged()
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._logged += self._exchanged() - before
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the balance, bytes and waiting time of the steps since the last log."""
+        if "loss" in logs and self._report.budget:  # tokens may be 0: a group had filler only
+            report = self._report.of_all_groups(self.accelerator, ranks=self.longctx_group.size)
+            self._spanning += report.spanning
+            logs = {**logs, **report.logs(), **self._moved()}
+            self._report = StepReport()
+        super().log(logs, *args, **kwargs)
+
+    def _exchanged(self) -> Tensor:
+        """Bytes that this rank has sent and seconds that it has waited, float64 `[2]`."""
+        runtime = self.longctx_runtime
+        return torch.tensor([runtime.sent_bytes, runtime.account.waited], dtype=torch.float64)
+
+    def _moved(self) -> dict[str, float]:
+        """Bytes sent by all trainers and the longest wait of any, since the last log."""
+        change, self._logged = self._exchanged() - self._logged, self._exchanged()
+        rows = self.accelerator.gather(change[None].to(self.accelerator.device))
+        return {
+            "longctx_bytes_moved": int(rows[:, 0].sum()),
+            "longctx_wait_seconds": round(float(rows[:, 1].max()), 4),
+        }
+
+    def longctx_summary(self) -> dict[str, Any]:
+        """What the run did: see `training.report.summary`."""
+        spanning = self._spanning + self._report.spanning
+        return summary(self.state.log_history, ranks=self.longctx_group.size, spanning=spanning)
