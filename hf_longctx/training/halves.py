@@ -1,0 +1,98 @@
+"""A model -> one whose forward runs the two halves of a batch in turns, as one forward.
+
+Floor: training. What wraps the model (DDP, PEFT, a Trainer's loss) sees one call with one batch and
+one output, so nothing above it changes. Letters: T rows of this rank.
+"""
+
+from collections.abc import Sequence
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batch import KEY, LongCtxBatch
+from ..runtime.pingpong import Turns
+
+_BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
+
+
+def run_halves(model: nn.Module) -> None:
+    """Have a model's forward run a batch that comes in halves in turns, and others as before.
+
+    Args:
+        model (`nn.Module`): The outermost module that is not yet wrapped for training. Only this
+            instance changes, and nothing of it is saved.
+    """
+    inner = model.forward.__func__
+
+    @wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        batch: LongCtxBatch | None = kwargs.get(KEY)
+        if batch is None or not batch.halves:
+            return inner(self, *args, **kwargs)
+        parts = batch.parts
+        given = _split(parts, kwargs)
+        turns = Turns(*(partial(inner, self, *args, **each) for each in given))
+        for part in parts:
+            part.turn = turns.turn
+        try:
+            return _join(turns.run(), [part.layout.rows(part.rank) for part in parts])
+        finally:
+            for part in parts:
+                part.turn = None
+
+    model.forward = MethodType(forward, model)
+
+
+def _split(parts: Sequence[LongCtxBatch], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The keyword arguments of each half's forward."""
+    if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
+        raise ValueError(
+            "a batch in halves reached the model without num_items_in_batch, so each half's loss "
+            "would be a mean of its own; train with LongCtxTrainer, which passes it"
+        )
+    each: list[dict[str, Any]] = [dict(kwargs, **{KEY: part}) for part in parts]
+    rows = [part.layout.rows(part.rank) for part in parts]
+    for name in _BY_TOKEN:
+        if kwargs.get(name) is not None:
+            for given, values in zip(each, kwargs[name].split(rows, dim=1), strict=True):
+                given[name] = values
+    return each
+
+
+def _join(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
+    """One output: the loss is the sum, what has a row per token lies end to end, a cache is left
+    out.
+
+    Raises:
+        ValueError: on an output that is neither, which nobody could read as that of one forward.
+    """
+    joined = {}
+    for name in outputs[0]:
+        values = [output[name] for output in outputs]
+        if name == "loss":
+            joined[name] = values[0] + values[1]
+        elif isinstance(values[0], Tensor | tuple):
+            joined[name] = _rows(values, rows, name=name)
+        elif name != "past_key_values":
+            raise _unjoined(name, values[0])
+    return type(outputs[0])(**joined)
+
+
+def _rows(values: Sequence[Any], rows: Sequence[int], *, name: str) -> Any:
+    """`[1, T, ...]` of both halves, or tuples of such."""
+    if isinstance(values[0], tuple):
+        return tuple(_rows(pair, rows, name=name) for pair in zip(*values, strict=True))
+    if [value.shape[1:2] for value in values] != [(count,) for count in rows]:
+        raise _unjoined(name, values[0])
+    return torch.cat(list(values), dim=1)
+
+
+def _unjoined(name: str, value: object) -> ValueError:
+    found = f"Tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return ValueError(
+        f"the model's output {name}={found} cannot be put together from two halves of a batch; "
+        "leave it out, or set longctx_overlap=none"
+    )
