@@ -4,6 +4,7 @@ Floor: training. What wraps the model (DDP, PEFT, a Trainer's loss) sees one cal
 one output, so nothing above it changes. Letters: T rows of this rank.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial, wraps
 from types import MethodType
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..data.batch import KEY, LongCtxBatch
 from ..runtime.pingpong import Turns
 
+logger = logging.getLogger(__name__)
 _BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
 
 
@@ -24,8 +26,17 @@ def run_halves(model: nn.Module) -> None:
     Args:
         model (`nn.Module`): The outermost module that is not yet wrapped for training. Only this
             instance changes, and nothing of it is saved.
+
+    Raises:
+        ValueError: where its forward is no method of it.
     """
-    inner = model.forward.__func__
+    inner: Any = getattr(model.forward, "__func__", None)
+    if inner is None:
+        raise ValueError(
+            f"forward of {type(model).__name__} was replaced by a {type(model.forward).__name__}, "
+            "so it cannot run the halves of a batch; load it without device_map, or set "
+            "longctx_overlap=none"
+        )
 
     @wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +55,18 @@ def run_halves(model: nn.Module) -> None:
                 part.turn = None
 
     model.forward = MethodType(forward, model)
+
+
+def say_whole(batch: LongCtxBatch) -> None:
+    """Log a batch that has no halves, though they were asked for."""
+    if not batch.halves:
+        lengths = batch.layout.lengths
+        logger.info(
+            "longctx_overlap=pingpong: a batch of %d documents over %d ranks, the longest with %d "
+            "of %d tokens, cannot be split by whole documents, each half with a quarter of the "
+            "tokens and one per rank; it runs without overlap",
+            len(lengths), batch.layout.ranks, lengths.max(), lengths.sum(),
+        )  # fmt: skip
 
 
 def _split(parts: Sequence[LongCtxBatch], kwargs: dict[str, Any]) -> list[dict[str, Any]]:

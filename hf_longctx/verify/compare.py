@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..arguments import LongCtxArguments
 from ..comm.processes import RankPool
-from ..support import refuse_model
+from ..support import refuse_model, refuse_pingpong
 from .ranks import Case, RankResult, run_rank
 from .twins import (
     DTYPES,
@@ -163,6 +163,8 @@ def verify(
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
+    if arguments.longctx_overlap == "pingpong":
+        refuse_pingpong(name)
     case = Case(
         model=model,
         name=name,
