@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batch import KEY, LongCtxBatch
+from ..data.targets import IGNORE
 from ..runtime.pingpong import Turns
 
 logger = logging.getLogger(__name__)
@@ -72,10 +73,8 @@ def say_whole(batch: LongCtxBatch) -> None:
 def _split(parts: Sequence[LongCtxBatch], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
     """The keyword arguments of each half's forward."""
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
-        raise ValueError(
-            "a batch in halves reached the model without num_items_in_batch, so each half's loss "
-            "would be a mean of its own; train with LongCtxTrainer, which passes it"
-        )
+        # a mean over this rank's targets is asked for, but each half would form one of its own
+        kwargs["num_items_in_batch"] = kwargs["shift_labels"].ne(IGNORE).sum().clamp(min=1)
     each: list[dict[str, Any]] = [dict(kwargs, **{KEY: part}) for part in parts]
     rows = [part.layout.rows(part.rank) for part in parts]
     for name in _BY_TOKEN:
