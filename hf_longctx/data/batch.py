@@ -76,6 +76,7 @@ class LongCtxBatch:
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server that this process's channel
             reaches, beside a rank's 1; never pickled, and set anew when a server comes or goes.
+        overlap (`str`, *optional*, defaults to `none`): Of the plans: `none` or `heads`.
     """
 
     layout: Layout
@@ -88,11 +89,13 @@ class LongCtxBatch:
     pieces: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     runtime: Any = None
     speeds: tuple[float, ...] = ()
+    overlap: str = "none"
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[str, LayerKind, tuple[float, ...]], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "stream", "pieces")
+        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "stream", "pieces",
+                "overlap")  # fmt: skip
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -103,8 +106,9 @@ class LongCtxBatch:
         key = algorithm, kind, self.speeds
         if key not in self._plans:
             self._plans[key] = make_plan(
-                algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds
-            )
+                algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds,
+                overlap=self.overlap,
+            )  # fmt: skip
         return self._plans[key]
 
     def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
