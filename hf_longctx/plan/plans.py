@@ -7,10 +7,11 @@ own program. One int64 of the digest is compared across ranks before each step.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
-from . import ring
+from . import ring, serve
 from .cost import LayerKind, max_over_mean
 from .distca import Task, balance, items, tasks
 from .exchange import ExchangePlan
@@ -18,6 +19,8 @@ from .layout import Layout, cut
 from .program import Program
 
 ALGORITHMS = ("distca", "ring")
+OVERLAPS = ("none", "heads")
+_GROUPS = 4  # of heads: the last one's results are exposed, and each costs a message per peer
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,7 @@ class Plan:
         kind (`LayerKind`): The layers it is for.
         tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` all at home.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
+        overlap (`str`, *optional*): One of `OVERLAPS`.
     """
 
     algorithm: str
@@ -37,6 +41,19 @@ class Plan:
     kind: LayerKind
     tasks: np.ndarray
     speeds: tuple[float, ...] = ()
+    overlap: str = "none"
+
+    @property
+    def groups(self) -> tuple[serve.Heads, ...]:
+        """The head groups whose exchanges overlap; one of all heads where none do.
+
+        At most four, whose sizes differ by at most one head: with one head there is nothing to cut.
+        """
+        count = min(self.kind.kv_heads, _GROUPS) if self.overlap == "heads" else 1
+        if count == 1:
+            return (serve.ALL_HEADS,)
+        edges = [self.kind.kv_heads * i // count for i in range(count + 1)]
+        return tuple((low, high - low) for low, high in pairwise(edges))
 
     @property
     def processes(self) -> int:
@@ -48,9 +65,10 @@ class Plan:
         """A stable hash of everything the programs follow from, as a non-negative int64."""
         kind = (self.kind.window, self.kind.query_width, self.kind.key_value_width)
         sees = "" if self.kind.causal else " bidirectional"
-        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}".encode()
+        groups = self.groups if len(self.groups) > 1 else ""
+        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}{groups}"
         columns = (self.layout.lengths, self.layout.columns, self.tasks)
-        parts = [text, *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
+        parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
         return int.from_bytes(hashed, "little") >> 1
 
@@ -69,7 +87,7 @@ class Plan:
             if self.algorithm == "ring":
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
             else:
-                built = self._exchange.program(rank)
+                built = serve.program(self._exchange, rank=rank, groups=self.groups)
             self._programs[rank] = built
         return self._programs[rank]
 
@@ -100,6 +118,7 @@ def make_plan(
     kind: LayerKind,
     tolerance: float = 0.05,
     speeds: tuple[float, ...] = (),
+    overlap: str = "none",
 ) -> Plan:
     """Plan one batch.
 
@@ -111,10 +130,12 @@ def make_plan(
         tolerance (`float`, *optional*, defaults to 0.05): Allowed excess over the mean work.
         speeds (`tuple[float, ...]`, *optional*): One positive number per extra server (`distca`
             only): how fast it attends beside a rank, whose speed is 1.
+        overlap (`str`, *optional*, defaults to `none`): `heads` cuts each exchange (of `distca`
+            only) into groups of key/value heads, which travel while others are attended to.
 
     Raises:
-        ValueError: on an algorithm that is not built, a negative tolerance, servers for an
-            algorithm without, or a speed that is not positive.
+        ValueError: on an algorithm that is not built, a negative tolerance, servers or overlap for
+            an algorithm without, or a speed that is not positive.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{algorithm!r} has no planner yet; use one of {ALGORITHMS}")
@@ -125,11 +146,15 @@ def make_plan(
             f"servers of speeds {speeds} for {algorithm!r}: only distca has servers, and each "
             "speed must be positive, for example 1.0"
         )
+    if overlap not in OVERLAPS or (algorithm != "distca" and overlap != "none"):
+        raise ValueError(
+            f"overlap {overlap!r} for {algorithm!r}: use none or, with distca, one of {OVERLAPS}"
+        )
     if algorithm == "ring":
         table = items(layout)
     else:
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds)
-    return Plan(algorithm, layout, kind, tasks(table), speeds)
+    return Plan(algorithm, layout, kind, tasks(table), speeds, overlap)
 
 
 @lru_cache(maxsize=32)
