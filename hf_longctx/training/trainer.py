@@ -2,8 +2,8 @@
 
 Floor: training. The mixin builds the data loaders (documents in, packs out), binds this process's
 channel to each batch. Trainer's own loss arithmetic is exact here: every rank gives `labels` and
-`shift_labels` of different tokens, and the count is global. Steps are in `steps`, evaluation in
-`evaluation`.
+`shift_labels` of different tokens, and the count is global. Steps are in `steps`, what a lost
+server makes run again in `replay`, evaluation in `evaluation`.
 """
 
 from typing import Any
@@ -24,11 +24,12 @@ from .loss import refuse_other_losses
 from .overrides import refuse_shadowed_loaders
 from .positions import position_limit, refuse_longer
 from .probe import probe
+from .replay import ReplayMixin
 from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
 from .steps import StepsMixin
 
 
-class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
+class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
     """Makes a Trainer whose loss is a sum over tokens run on shared batches.
 
     Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model carries
