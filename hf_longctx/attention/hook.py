@@ -6,6 +6,7 @@ a padded or cached call. Letters: B batch, S tokens of a row, H query heads, K k
 head size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..plan.plans import local_plan
 from ..plan.program import Program
 from ..runtime.autograd import Layer, attend
 from ..runtime.binding import Runtime
+from ..runtime.requests import call_servers
 from ..support import refuse_call
 from .dense import dense
 from .documents import local_documents, refuse_packed_padding
@@ -170,10 +172,13 @@ def _with_batch(
         query_width=rows[0][0].numel() if held else 1,
         key_value_width=rows[1][0].numel() + rows[2][0].numel() if held else 1,
     )
-    program = batch.plan(algorithm, kind).program(batch.rank)
+    plan = batch.plan(algorithm, kind)
+    program = plan.program(batch.rank)
     account, name = runtime.account, getattr(module, "layer_idx", id(module))
     recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
     layer = Layer(program, runtime.channel, scoring, account)
+    if batch.speeds:
+        layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
     before = runtime.sent_bytes
     if recompute:
         layer.saved = batch.saved.take(name)
