@@ -122,7 +122,8 @@ class Roster:
     """
 
     def __init__(self, trainer: Any, strikes: Sequence[Strike]) -> None:
-        self.trainer, self.speeds, self.waiting, self.admitted = trainer, (), 0, []
+        self.trainer, self.count, self.speeds = trainer, 1, ()
+        self.admitted: list[int] = []
         self.channel = Poisoned(trainer.longctx_runtime.channel, strikes)
         self.dropped: list[list[int]] = []
         self.poisoned: list[bool] = []
@@ -131,6 +132,15 @@ class Roster:
     @property
     def lost(self) -> frozenset[int]:
         return frozenset(self.channel.lost)
+
+    def start(self) -> None:
+        """It is there already."""
+
+    def __enter__(self) -> Roster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to end."""
 
     def drop(self, numbers: frozenset[int]) -> None:
         grads = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]

@@ -13,15 +13,15 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..comm.bridge import BridgedChannel
 from ..data.batch import KEY, SavedAttention
+from .servers import Servers
 
 logger = logging.getLogger(__name__)
 
@@ -30,31 +30,6 @@ _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer co
 _MOST = 62  # servers of a group: those that are lost travel as bits of one int64
 # What micro-batches add to: Trainer's loss, our report, and TRL's metrics and count of tokens.
 _COUNTS = ("_tr_loss", "_report", "_metrics", "_total_train_tokens")
-
-
-class Roster(Protocol):
-    """The servers of this process's group, numbered from 0."""
-
-    @property
-    def speeds(self) -> tuple[float, ...]:
-        """Of each server, beside a rank's 1; empty when none is left."""
-
-    @property
-    def channel(self) -> BridgedChannel:
-        """To the ranks of the group and these servers."""
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Numbers of those that this process found lost."""
-
-    def drop(self, numbers: frozenset[int]) -> None:
-        """Do without these, and make a new channel; every trainer of the group calls it."""
-
-    def joining(self) -> int:
-        """Servers that wait to join, on the group's first rank; 0 elsewhere."""
-
-    def admit(self) -> None:
-        """Take in one server that waits; every trainer of the group calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +86,7 @@ class ReplayMixin(_Base):
     random state on a resume, and at the end of a stream a window spans two of its calls.
     """
 
-    longctx_servers: Roster | None = None  # None in a run that never had any
+    longctx_servers: Servers
     longctx_replayed = 0  # windows that ran again
     _window: _Window | None = None  # under way
 
@@ -125,7 +100,7 @@ class ReplayMixin(_Base):
     ) -> Tensor:
         """One micro-batch; the last of a window returns once no server was lost in it."""
         servers = self.longctx_servers
-        if servers is None:
+        if not servers.count:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
             return loss
         if self._window is None:
@@ -143,10 +118,9 @@ class ReplayMixin(_Base):
         self._window = None
         if news.joining:
             servers.admit()
-            self.longctx_runtime.channel = servers.channel
         return loss
 
-    def _tell(self, servers: Roster) -> "_News":
+    def _tell(self, servers: Servers) -> "_News":
         """What all trainers found lost, and whether a server waits; one small collective."""
         assert len(servers.speeds) <= _MOST, (len(servers.speeds), _MOST)
         mine = [sum(1 << number for number in servers.lost), servers.joining()]
@@ -157,21 +131,19 @@ class ReplayMixin(_Base):
         lost = {n for n in range(_MOST) for mask, _ in ours if mask >> n & 1}
         return _News(any(mask for mask, _ in rows), frozenset(lost), ours[0][1] > 0)
 
-    def _do_without(self, servers: Roster, numbers: frozenset[int]) -> None:
+    def _do_without(self, servers: Servers, numbers: frozenset[int]) -> None:
         """Drop the group's lost servers, and say so once per group."""
-        causes = "; ".join(str(error) for error in servers.channel.lost.values())
-        if numbers:
-            servers.drop(numbers)
-            self.longctx_runtime.channel = servers.channel
-        if numbers and self.longctx_group.rank == 0:
+        if not numbers:
+            return
+        servers.drop(numbers)
+        if self.longctx_group.rank == 0:
             left = len(servers.speeds)
             logger.warning(
-                "group %d lost %d attention server(s) in step %d, which runs again %s%s",
+                "group %d lost %d attention server(s) in step %d, which runs again %s",
                 self.longctx_group.index,
                 len(numbers),
                 self.state.global_step + 1,
-                f"with the {left} left" if left else "in place, as all later ones do",
-                f": {causes}" if causes else "",
+                f"with the {left} left" if left else "in place, as all steps from now on do",
             )
 
     def _run_again(self, model: nn.Module, window: _Window) -> Tensor:
