@@ -167,7 +167,7 @@ class Bridge(GlooChannel):
         build_seconds: float,
         timeout: float,
     ) -> None:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=build_seconds), 1
         at = {"interface": interface} if interface else {"hostname": host}
         options._devices = [dist.ProcessGroupGloo.create_device(**at)]
