@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     token = Path(arguments.token_file).read_bytes()
 
     from .comm.handshake import Visitor, introduce
-    from .comm.rendezvous import answer_call, connect
+    from .comm.meeting import answer_call
+    from .comm.rendezvous import connect
     from .runtime.server import run as serve
 
     logging.basicConfig(

@@ -11,9 +11,9 @@ from typing import Any
 
 import train_cases
 
-LENGTHS = (400, 30, 17, 1, 164, 240, 9, 96, 2, 333)
+LENGTHS = (900, 30, 17, 1, 364, 640, 9, 96, 2, 833)
 OPTIONS = {
-    "longctx_max_tokens_per_rank": 320,
+    "longctx_max_tokens_per_rank": 640,
     "num_train_epochs": 2,
     "longctx_server_timeout": 20.0,
 }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.bridge import BridgedChannel
 from ..data.batch import KEY, LongCtxBatch
 from ..kernels.softmax import Scoring
 from ..plan.cost import LayerKind
@@ -178,6 +179,7 @@ def _with_batch(
     recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
     layer = Layer(program, runtime.channel, scoring, account)
     if batch.speeds:
+        assert isinstance(runtime.channel, BridgedChannel), "servers are reached over bridges"
         layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
     before = runtime.sent_bytes
     if recompute:

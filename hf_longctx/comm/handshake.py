@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ..plan.program import FORMAT
+from ..plan.packed import FORMAT
 
 MAGIC = "hf_longctx attention server"
 _LONGEST = 1 << 16  # bytes of a message

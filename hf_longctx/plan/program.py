@@ -7,7 +7,6 @@ The executor, the checker and the byte counter read the same program.
 Letters: T rows, H query heads, K key/value heads, D head size, V value head size.
 """
 
-import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ KINDS: dict[str, tuple[Field, ...]] = {
 }
 HOME = ("q", "kv", "out", "grad", "dq", "dkv")  # arrays 0..5 of an attention program: local rows
 FOLDS = ("cat", "sum", "lse", "affine")
-FORMAT = 1  # of the columns and what they mean: a server of another format is turned away
 
 
 class Block(NamedTuple):
@@ -229,30 +227,6 @@ class Program:
         """The program that `to_json` wrote."""
         return cls(*(_columns(kept[name], width) for name, width in _COLUMN_WIDTHS.items()))
 
-    @cached_property
-    def packed(self) -> np.ndarray:
-        """All columns as one run of int32 that can travel, their row counts first."""
-        columns = [getattr(self, name) for name in _COLUMN_WIDTHS]
-        counts = np.asarray([len(column) for column in columns], np.int32)
-        return np.concatenate([counts, *(column.ravel() for column in columns)])
-
-    @classmethod
-    def unpack(cls, packed: np.ndarray) -> "Program":
-        """The program that `packed` holds."""
-        sizes = [
-            count * (width or 1)
-            for count, width in zip(packed[:5].tolist(), _COLUMN_WIDTHS.values(), strict=True)
-        ]
-        columns = np.split(packed[len(sizes) :], np.cumsum(sizes)[:-1])
-        widths = _COLUMN_WIDTHS.values()
-        return cls(*(_columns(c, width) for c, width in zip(columns, widths, strict=True)))
-
-    @cached_property
-    def digest(self) -> int:
-        """A stable hash of the columns, as a non-negative int64."""
-        hashed = hashlib.blake2b(self.packed.astype("<i4").tobytes(), digest_size=8).digest()
-        return int.from_bytes(hashed, "little") >> 1
-
     def __str__(self) -> str:
         return json.dumps(self.to_json())
 
@@ -260,7 +234,7 @@ class Program:
 _COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 4, "blocks": 8, "phases": 0}
 
 
-def _columns(rows: Sequence[Sequence[int]] | np.ndarray, width: int) -> np.ndarray:
+def _columns(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
     columns = np.asarray(rows, np.int32)
     return columns.reshape(-1, width) if width else columns
 

@@ -18,6 +18,7 @@ from ..comm.bridge import BridgedChannel
 from ..comm.channels import Channel, Exchange, ExchangeError
 from ..kernels.softmax import Scoring
 from ..plan.count import Widths
+from ..plan.packed import pack, unpack
 from ..plan.plans import Plan
 from ..plan.program import Program
 
@@ -96,11 +97,12 @@ class Caller:
 
     def call(self, request: Request, program: Program) -> None:
         """Post a request. Raises `ExchangeError` where the server is lost."""
-        known = self._programs.find(program.digest) is not None
-        data = torch.from_numpy(program.packed).view(torch.uint8)
-        parcels = [(self.ranks, request.header(program.digest, 0 if known else data.numel()))]
+        packed = pack(program)
+        known = self._programs.find(packed.digest) is not None
+        data = torch.from_numpy(packed.columns).view(torch.uint8)
+        parcels = [(self.ranks, request.header(packed.digest, 0 if known else data.numel()))]
         if not known:
-            self._programs.keep(program.digest, program)
+            self._programs.keep(packed.digest, program)
             parcels.append((self.ranks, data))
         self._under_way = [x for x in self._under_way if not x.done()]  # they hold what they send
         self._under_way.append(self.bridge.post(parcels, [], what="a request"))
@@ -112,7 +114,7 @@ def call_servers(
     """Tell each server that has a part in the plan; one that is lost is given up."""
     for number, caller in enumerate(callers):
         program = plan.program(plan.layout.ranks + number)
-        if program.phases[0] > 1 and number not in channel.lost:
+        if pack(program).exchanges and number not in channel.lost:
             try:
                 caller.call(request, program)
             except ExchangeError as error:
@@ -138,7 +140,7 @@ class Hearer:
         if length:
             data = torch.empty(length, dtype=torch.uint8)
             self.bridge.post([], [(0, data)], what="a program").wait()
-            self._programs.keep(digest, Program.unpack(data.numpy().view(np.int32)))
+            self._programs.keep(digest, unpack(data.numpy().view(np.int32)))
         program = self._programs.find(digest)
         assert program is not None, "trainers and server keep the same programs"
         return request, program

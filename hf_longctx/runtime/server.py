@@ -63,18 +63,19 @@ def serve(bridge: Channel, served: Served) -> None:
 
 
 def watch(connection: socket.socket, tell: Callable[[], dict[str, float]]) -> threading.Thread:
-    """End this process with the trainers: code 0 when they say so, 1 when they are gone.
+    """Answer what the trainers ask beside requests, and end this process with them: code 0 when
+    they say so, 1 when they are gone.
 
     Args:
         connection (`socket.socket`): To the group's first trainer.
-        tell (`Callable`): The server's report, sent back at the end.
+        tell (`Callable`): The server's report, sent back when asked and at the end.
     """
 
     def listen() -> None:
         code = 1
         try:
-            if receive(connection).get("what") == "end":
-                code = 0
+            while code:
+                code = 0 if receive(connection).get("what") == "end" else 1
                 send(connection, tell())
         except (OSError, Refused):
             pass

@@ -4,23 +4,24 @@ Floor: training. Every trainer of the group does the same at the same points: st
 close. The first one listens and calls; each holds its own end of every bridge.
 """
 
-import json
 import logging
 import os
 import secrets
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from ..comm.bridge import BridgedChannel
-from ..comm.channels import Channel
-from ..comm.handshake import receive, send
-from ..comm.rendezvous import Bridge, Listener, Meeting, Waiting, open_store, own_address
+from ..comm.channels import Channel, GlooChannel
+from ..comm.handshake import Refused, receive, send
+from ..comm.meeting import STEP_SECONDS, Address, Bridge, Meeting, open_store, share
+from ..comm.rendezvous import Listener, Waiting, own_address
 from ..runtime.binding import Runtime
 from ..runtime.requests import Caller
 from .groups import Group, servers_of_a_group
@@ -28,8 +29,6 @@ from .spawn import Spawned, spawn, write_token
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # that spawned servers may take to start
-STEP_SECONDS = 1800.0  # that the first trainer may come later to a step boundary than another
-_ADDRESS = 256  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,7 @@ class Servers:
         toward (`str`): A host that the group's first rank reaches over the interface to listen on.
 
     Attributes:
-        reports (`list[dict]`): What servers said at their end that they had done; on the first
-            rank.
+        runtime (`Runtime`): As given.
     """
 
     def __init__(
@@ -85,8 +83,8 @@ class Servers:
     ) -> None:
         self.runtime, self.ranks, self.rank, self.count = runtime, ranks, rank, count
         self.folder, self.name, self.timeout, self.toward = folder, name, timeout, toward
-        self.reports: list[dict[str, float]] = []
-        self._peers: Channel | None = runtime.channel
+        assert runtime.channel is None or isinstance(runtime.channel, GlooChannel)
+        self._peers: GlooChannel | None = runtime.channel
         self._roster: list[Server] = []
         self._spawned: dict[int, Spawned] = {}
         self._listener: Listener | None = None
@@ -127,13 +125,13 @@ class Servers:
         count = self.count
         if not count:
             return
-        token = self._open()
-        write_token(self._token_file, token)
+        address = self._open()
+        write_token(self._token_file, address.token.encode())
         for number in range(count):
             if number * self.ranks // count == self.rank:
                 self._spawned[number] = spawn(
                     number,
-                    join=self._join,
+                    join=address.join,
                     token_file=self._token_file,
                     log=self.folder / f"{self.name}.server{number}.log",
                 )
@@ -145,34 +143,23 @@ class Servers:
             logger.info(
                 "%s: %d trainers attend with %d servers; another joins at the next step with\n"
                 "    hf-longctx serve --join %s --token-file %s",
-                self.name, self.ranks, count, self._join, self._token_file.absolute(),
+                self.name, self.ranks, count, address.join, self._token_file.absolute(),
             )  # fmt: skip
 
-    def _open(self) -> bytes:
-        """Listen, and have all ranks know where; the token."""
-        host = own_address(self.toward)
-        token = secrets.token_hex(32).encode()
+    def _open(self) -> Address:
+        """Listen on the first rank, and have all ranks know where."""
+        host, address = own_address(self.toward), None
+        store: dist.TCPStore | None = None
         if self.rank == 0:
-            self._listener = Listener(host, token=token)
+            token = secrets.token_hex(32)
+            self._listener = Listener(host, token=token.encode())
             store = open_store(host, seconds=STEP_SECONDS)
-            address = [host, self._listener.port, store.port, token.decode()]
-            text = json.dumps(address).encode().ljust(_ADDRESS)
-            parcels = [
-                (peer, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-                for peer in range(1, self.ranks)
-            ]
-            if self._peers is not None:
-                self._peers.post(parcels, [], what="the servers' address").wait()
-        else:
-            assert self._peers is not None
-            data = torch.empty(_ADDRESS, dtype=torch.uint8)
-            self._peers.post([], [(0, data)], what="the servers' address").wait()
-            address = json.loads(data.numpy().tobytes())
-            store = open_store(address[0], address[2], seconds=STEP_SECONDS)
-            token = address[3].encode()
-        self._join = f"{address[0]}:{address[1]}"
+            address = Address(host, self._listener.port, store.port, token)
+        address = share(address, self._peers)
+        if store is None:
+            store = open_store(address.host, address.store_port, seconds=STEP_SECONDS)
         self._meeting = Meeting(store, host, self.rank, self.ranks, self.timeout)
-        return token
+        return address
 
     def _await(self, number: int) -> Waiting | None:
         """A spawned server, once it has come; `None` where it ended or takes too long."""
@@ -244,31 +231,38 @@ class Servers:
                     server.spawned, server.name, own.process.returncode, own.log, own.last_words(),
                 )  # fmt: skip
 
+    def report(self) -> list[dict[str, float]]:
+        """What each server says it did so far; known to the first rank alone."""
+        return [said for said in self._tell("report") if said]
+
+    def _tell(self, what: str) -> list[dict[str, float]]:
+        """Tell all servers something, and hear what each answers; nothing from one that is lost."""
+        heard: list[dict[str, float]] = []
+        for connection in [s.waiting.connection for s in self._roster if s.waiting is not None]:
+            heard.append({})
+            with suppress(OSError, Refused):
+                send(connection, {"what": what})
+                heard[-1] = receive(connection)
+        return heard
+
     def close(self) -> None:
         """End all servers."""
-        for server in self._roster:
-            if server.waiting is not None:
-                self._end(server.waiting)
+        for number, said in enumerate(self._tell("end")):
+            name = self._roster[number].name
+            logger.info("%s ends: %s", name, said or "it does not answer")
         gone, self._roster = self._roster, []
         if self._meeting is not None:
             self._connect()
         for server in gone:
             server.bridge.close()
+            if server.waiting is not None:
+                server.waiting.connection.close()
         if self._listener is not None:
             self._listener.close()
         for own in self._spawned.values():
             own.end()
         self._spawned, self._listener, self._meeting = {}, None, None
         self._token_file.unlink(missing_ok=True)
-
-    def _end(self, waiting: Waiting) -> None:
-        """Tell a server that the training ended, and hear what it did."""
-        try:
-            send(waiting.connection, {"what": "end"})
-            self.reports.append(receive(waiting.connection))
-        except (OSError, ValueError) as error:
-            logger.warning("%s did not answer at its end: %s", waiting.visitor.name, error)
-        waiting.connection.close()
 
     def __enter__(self) -> "Servers":
         return self
