@@ -1,7 +1,7 @@
 """A training run that loses an attention server -> how far it is from an undisturbed one.
 
-Floor: verify. A launcher starts the trainers, as a user would; they train twice, and the second time
-their first server is killed, or stopped, in the middle of a step. Letters: R ranks.
+Floor: verify. A launcher starts the trainers, as a user would; they train twice, and the second
+time their first server is killed, or stopped, in the middle of a step. Letters: R ranks.
 """
 
 import json
@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ class Trial:
         ranks (`int`): Trainers.
         servers (`int`): Servers that they start.
         kill (`str`): `forward` or `backward`: SIGKILL there; `stall`: SIGSTOP in a forward.
-        lengths (`tuple[int, ...]`): Documents.
-        layout (`str`): Of the batches.
-        tolerance (`float`): Of the plan.
+        lengths (`Sequence[int]`, *optional*): Documents; those of `verify` by default.
+        checkpointing (`bool`, *optional*): With activation checkpointing.
+        flags (`dict[str, Any]`, *optional*): Of the run, as `longctx_layout`.
     """
 
     model: str
@@ -64,9 +65,18 @@ class Trial:
     ranks: int
     servers: int
     kill: str
-    lengths: tuple[int, ...]
-    layout: str = "auto"
-    tolerance: float = 0.05
+    lengths: Sequence[int] | None = None
+    checkpointing: bool = False
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def documents(self, vocabulary: int) -> list[dict[str, list[int]]]:
+        """Rows of a data set of a few batches, of random ids below `vocabulary`."""
+        if self.lengths is None:
+            lengths = [n for batch in case_lengths(self.ranks) for n in batch]
+        else:
+            lengths = [*self.lengths] * 3
+        noise = np.random.default_rng(7)
+        return [{"input_ids": noise.integers(0, vocabulary, n).tolist()} for n in lengths]
 
 
 def verify_kill(trial: Trial) -> dict[str, Any]:
@@ -107,7 +117,6 @@ def verify_kill(trial: Trial) -> dict[str, Any]:
         "loss_difference": difference if np.isfinite(difference) else float("inf"),
         "weights_difference": struck["weights_difference"],
         "replayed_steps": struck["replayed"],
-        "servers_left": struck["left"],
         "orphans": len(left),
     }
     return found | {"failed": _failed(found)}
@@ -192,8 +201,6 @@ def _train(trial: Trial, folder: Path, *, disturbed: bool) -> tuple[dict[str, An
         use_cpu=True,
         longctx_max_tokens_per_rank=ROWS,
         longctx_overflow="split",
-        longctx_layout=trial.layout,  # type: ignore[arg-type]
-        longctx_tolerance=trial.tolerance,
         longctx_servers=trial.servers,
         longctx_server_timeout=STALL_SECONDS if trial.kill == "stall" else 30.0,
         max_steps=STEPS,
@@ -205,24 +212,18 @@ def _train(trial: Trial, folder: Path, *, disturbed: bool) -> tuple[dict[str, An
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        activation_checkpointing=trial.checkpointing,
+        **trial.flags,
     )
     model = build(trial.model, name=trial.name, dtype=torch.float32)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    noise = np.random.default_rng(7)
-    rows = [{"input_ids": noise.integers(0, vocabulary, n).tolist()} for n in trial.lengths]
-    trainer = LongCtxTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows))
+    rows = Dataset.from_list(trial.documents(vocabulary))
+    trainer = LongCtxTrainer(model=model, args=arguments, train_dataset=rows)
     if disturbed and trainer.longctx_group.rank == 0:
         trainer.add_callback(_Strike(trainer, trial.kill))
-    left: list[int] = []
-
-    class Counts(TrainerCallback):
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            left.append(len(trainer.longctx_servers.speeds))
-
-    trainer.add_callback(Counts())
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    figures = {"losses": losses, "replayed": trainer.longctx_replayed, "left": left[0]}
+    figures = {"losses": losses, "replayed": trainer.longctx_replayed}
     return figures, [p.detach().clone() for p in model.parameters()]
 
 
@@ -231,8 +232,7 @@ def main(folder: str) -> None:
     registry.register()
     torch.set_num_threads(1)
     place = Path(folder)
-    given = json.loads((place / "trial.json").read_text())
-    trial = Trial(**given | {"lengths": tuple(given["lengths"])})
+    trial = Trial(**json.loads((place / "trial.json").read_text()))
     calm, right = _train(trial, place / "calm", disturbed=False)
     struck, weights = _train(trial, place / "struck", disturbed=True)
     largest = max(float(w.abs().max()) for w in right)
@@ -242,11 +242,6 @@ def main(folder: str) -> None:
         (place / "runs.json").write_text(json.dumps([calm, struck]))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def lengths_for(ranks: int) -> tuple[int, ...]:
-    """Documents of some batches, as `verify` takes them by default."""
-    return tuple(n for lengths in case_lengths(ranks) for n in lengths)
 
 
 if __name__ == "__main__":
