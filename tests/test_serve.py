@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,8 @@ from hf_longctx.plan.plans import make_plan
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.binding import Runtime
 from hf_longctx.runtime.requests import Request, _Programs, call_servers
+from hf_longctx.training import servers as module
+from hf_longctx.training.groups import Group, servers_of_a_group
 from hf_longctx.training.servers import Servers
 from hf_longctx.training.spawn import spawn
 
@@ -70,11 +74,11 @@ def test_another_version_is_turned_down_on_both_sides(listener, caplog, monkeypa
     mine = handshake.versions()
     theirs = iter([mine | {"plan format": 0}, mine, mine])  # the server's first, then the trainers'
     monkeypatch.setattr(handshake, "versions", lambda: next(theirs))
-    with connect("127.0.0.1", listener.port) as connection:
-        with pytest.raises(
-            Refused, match="'plan format': 0}, the trainers have .* same version on"
-        ):
-            introduce(connection, token=TOKEN, visitor=ME)
+    with (
+        connect("127.0.0.1", listener.port) as connection,
+        pytest.raises(Refused, match="'plan format': 0}, the trainers have .* same version on"),
+    ):
+        introduce(connection, token=TOKEN, visitor=ME)
     until(lambda: "install the same version on both" in caplog.text, seconds=5)
     assert not listener.waiting
 
@@ -233,6 +237,53 @@ def test_servers_join_and_are_dropped_at_steps(rank_pool, tmp_path, ranks):
         assert found[3][0] == frozenset()
     assert first[3][1:] == (0, [4, 2])  # two directions each time
     assert first[5] == 1 and first[6].endswith("the trainers closed the connection")
+
+
+@pytest.mark.parametrize(
+    ("servers", "groups", "nodes", "each"), [(0, 2, 2, 0), (1, 1, 1, 1), (4, 2, 2, 2), (6, 3, 2, 2)]
+)
+def test_groups_and_nodes_share_servers_evenly(monkeypatch, servers, groups, nodes, each):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(12 // nodes))
+    group = Group(trainers=12, size=12 // groups, index=0, rank=0)
+    assert servers_of_a_group(asked(servers), group, name="distca") == each
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "message"),
+    [
+        (
+            {"servers": 3},
+            "distca",
+            "longctx_servers=3 must be divided evenly over 2 group(s) and 3 node(s); use a "
+            "multiple of 6",
+        ),
+        ({"servers": 6}, "ring", "longctx_servers=6 under attn_implementation='ring': only distca"),
+        (
+            {"servers": 6, "longctx_server_timeout": 120.0},
+            "distca",
+            "longctx_server_timeout=120.0 must be below 120, the seconds after which trainers",
+        ),
+        ({"servers": 6, "ddp_timeout": 60}, "distca", "=30.0 must be below 30, the seconds"),
+    ],
+)
+def test_servers_that_no_run_can_have_are_refused(monkeypatch, given, name, message):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    group = Group(trainers=12, size=6, index=0, rank=0)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        servers_of_a_group(asked(**given), group, name=name)
+
+
+def asked(servers: int, **changes: Any) -> SimpleNamespace:
+    given = {"longctx_server_timeout": 30.0, "ddp_timeout": 600} | changes
+    return SimpleNamespace(longctx_servers=servers, **given)
+
+
+def test_a_server_that_does_not_start_ends_the_run_with_its_last_words(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "spawn", partial(spawn, flags=("--device", "cuda")))
+    servers = Servers(Runtime(), ranks=1, rank=0, count=1, folder=tmp_path)
+    with servers, pytest.raises(RuntimeError, match="server 0 did not start: .*--device cuda: the"):
+        servers.start()
+    assert not list(tmp_path.glob("*.token"))
 
 
 def serve(*flags: str) -> subprocess.CompletedProcess[str]:
