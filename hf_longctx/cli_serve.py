@@ -73,7 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--speed {arguments.speed} must be positive, for example 1.0")
     if arguments.parent:
         _end_with(arguments.parent)
-    token = Path(arguments.token_file).read_bytes()
+    if not Path(arguments.token_file).is_file():
+        raise ValueError(
+            f"--token-file {arguments.token_file}: there is no such file; copy the one that the "
+            "trainers name in their log"
+        )
+    token = Path(arguments.token_file).read_bytes().strip()
 
     from .comm.handshake import Visitor, introduce
     from .comm.meeting import answer_call
@@ -90,7 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
         speed=arguments.speed,
         spawned=arguments.spawned,
     )
-    connection = connect(host, port)
+    try:
+        connection = connect(host, port)
+    except OSError as error:
+        raise ValueError(
+            f"--join {arguments.join}: nobody listens there ({error}); the address is in the log "
+            "of the trainers, which must be training"
+        ) from error
     introduce(connection, token=token, visitor=visitor)
     logger.info("accepted by the trainers at %s; waits to be called", arguments.join)
     try:

@@ -37,6 +37,12 @@ class Waiting:
         except OSError:
             return False
 
+    def send_away(self) -> None:
+        """End the connection, also where a forked data loader worker holds a copy of it."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
 
 class Listener:
     """Takes servers in, on one interface, in a thread of its own.
@@ -77,7 +83,7 @@ class Listener:
         for waiting in list(self.waiting):
             if not waiting.alive():
                 self.waiting.remove(waiting)
-                waiting.connection.close()
+                waiting.send_away()
             elif spawned is None or waiting.visitor.spawned == spawned:
                 self.waiting.remove(waiting)
                 return waiting
@@ -89,7 +95,7 @@ class Listener:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
         while self.waiting:
-            self.waiting.popleft().connection.close()
+            self.waiting.popleft().send_away()
 
 
 def connect(host: str, port: int) -> socket.socket:

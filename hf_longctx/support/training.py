@@ -69,8 +69,9 @@ def _deepspeed(arguments: Any) -> object:
 
 def _servers_under_deepspeed(arguments: Any) -> object:
     servers = getattr(arguments, "longctx_servers", 0)
-    engine = getattr(arguments, "deepspeed", None) or getattr(arguments, "deepspeed_plugin", None)
-    return f"longctx_servers={servers}" if servers and engine else None
+    engines = (getattr(arguments, name, None) for name in ("deepspeed", "deepspeed_plugin"))
+    deepspeed = any(engine is not None for engine in engines)
+    return f"longctx_servers={servers}" if servers and deepspeed else None
 
 
 def _too_many_devices(arguments: Any) -> object:

@@ -196,7 +196,7 @@ class Servers:
         found = self._meeting.build(name)
         if found is None:
             if waiting is not None:
-                waiting.connection.close()
+                waiting.send_away()
             return
         bridge, visitor = found
         caller = Caller(bridge, ranks=self.ranks) if self.rank == 0 else None
@@ -222,7 +222,7 @@ class Servers:
         for server in gone:
             server.bridge.close()
             if server.waiting is not None:
-                server.waiting.connection.close()
+                server.waiting.send_away()
             own = self._spawned.pop(server.spawned, None)
             if own is not None:
                 own.end(seconds=0.0)
@@ -256,7 +256,7 @@ class Servers:
         for server in gone:
             server.bridge.close()
             if server.waiting is not None:
-                server.waiting.connection.close()
+                server.waiting.send_away()
         if self._listener is not None:
             self._listener.close()
         for own in self._spawned.values():
