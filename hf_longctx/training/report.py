@@ -5,6 +5,7 @@ Floor: training.
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ class StepReport:
         spanning (`int`): Documents with tokens on several ranks.
         busiest_before, busiest_after (`float`): Score entries of the busiest rank, by home and by
             server, added up over layers and batches: ranks meet in every layer, so an uneven batch
-            is not made good by the next one.
-        mean (`float`): Those of the mean rank.
+            is not made good by the next one. Extra servers count by their speed, and take from the
+            mean too.
+        mean (`float`): Those of the mean rank, by home.
         batches, halved (`int`): Micro-batches, and those that ran as two halves.
+        servers (`int`): Extra servers at the last batch.
+        served (`float`): What they attended to, in units of `mean`.
     """
 
     tokens: int = 0
@@ -36,6 +40,8 @@ class StepReport:
     mean: float = 0.0
     batches: int = 0
     halved: int = 0
+    servers: int = 0
+    served: float = 0.0
 
     def add(self, batch: LongCtxBatch, *, algorithm: str, kinds: Sequence[LayerKind]) -> None:
         """Count one micro-batch, with the kind of each layer."""
@@ -44,13 +50,15 @@ class StepReport:
         self.spanning += batch.layout.spanning_documents
         self.batches += 1
         self.halved += bool(batch.halves)
-        for kind in set(kinds):
-            for part in batch.parts:
-                plan, layers = part.plan(algorithm, kind), kinds.count(kind)
-                work = plan.work(balanced=True)
-                self.busiest_before += layers * float(plan.work(balanced=False).max())
-                self.busiest_after += layers * float(work.max())
-                self.mean += layers * float(work.mean())
+        self.servers, ranks = len(batch.speeds), batch.layout.ranks
+        for part, kind in product(batch.parts, set(kinds)):
+            plan, layers = part.plan(algorithm, kind), kinds.count(kind)
+            work = plan.work(balanced=True)
+            mean = layers * float(work.sum()) / ranks
+            self.busiest_before += layers * float(plan.work(balanced=False).max())
+            self.busiest_after += mean * plan.attention_max_over_mean()
+            self.mean += mean
+            self.served += layers * float(work[ranks:].sum()) / ranks
 
     def of_all_groups(self, accelerator: Any, *, ranks: int) -> "StepReport":
         """Sums over the groups, with the busiest rank of any; a collective call of all trainers.
@@ -62,20 +70,25 @@ class StepReport:
         mine = torch.tensor(astuple(self), dtype=torch.float64, device=accelerator.device)
         columns = accelerator.gather(mine[None])[::ranks].T.cpu()
         tokens, budget, spanning = (int(column.sum()) for column in columns[:3])
-        before, after, mean = columns[3:6]
-        batches, halved = (int(column.sum()) for column in columns[6:])
+        before, after, mean, batches, halved, servers, served = columns[3:]
         return StepReport(
             tokens, budget, spanning, float(before.max()), float(after.max()), float(mean.mean()),
-            batches, halved,
+            int(batches.sum()), int(halved.sum()), int(servers.sum()), float(served.mean()),
         )  # fmt: skip
 
     def logs(self) -> dict[str, float]:
-        """Log entries: tokens, fill, and attention max/mean before and after balancing."""
+        """Log entries: tokens, fill, attention max/mean before and after balancing; with extra
+        servers how many there are, and the share of attention work that they did."""
+        with_servers = {
+            "longctx_servers": self.servers,
+            "longctx_server_tasks": round(self.served / self.mean, 4),
+        }
         return {
             "longctx_tokens": self.tokens,
             "longctx_fill": round(self.tokens / self.budget, 4) if self.budget else 0.0,
             "longctx_attention_before": round(self.busiest_before / self.mean, 4),
             "longctx_attention_after": round(self.busiest_after / self.mean, 4),
+            **(with_servers if self.servers else {}),
         }
 
 
@@ -88,14 +101,15 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
         spanning (`int`): Documents of all batches with tokens on several ranks.
 
     Returns:
-        `ranks`, `spanning_documents`, `bytes_moved` (over ranks and steps), `steps`, `loss_first`,
-        `loss_last` (`None` without a logged step).
+        `ranks`, `spanning_documents`, `bytes_moved` (over ranks and steps), `servers` (at the last
+        step), `steps`, `loss_first`, `loss_last` (`None` without a logged step).
     """
     steps = [entry for entry in history if "longctx_tokens" in entry]
     return {
         "ranks": ranks,
         "spanning_documents": spanning,
         "bytes_moved": sum(entry["longctx_bytes_moved"] for entry in steps),
+        "servers": steps[-1].get("longctx_servers", 0) if steps else 0,
         "steps": steps[-1]["step"] if steps else 0,
         "loss_first": steps[0]["loss"] if steps else None,
         "loss_last": steps[-1]["loss"] if steps else None,
