@@ -1,8 +1,8 @@
 """Balanced tasks -> rows that each rank sends and receives, without building any program.
 
 Floor: plan. It counts as `exchange.py` sends: query rows once to their server, and keys once per
-(owner, server), save those of tasks whose keys the server holds in one run of rows. Letters: R
-ranks.
+(owner, server), save those of tasks whose keys the server holds in one run of rows. Letters: P
+processes, ranks and extra servers.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Traffic:
     """Rows that move in the forward of one layer.
 
     Args:
-        queries_sent, queries_received (`np.ndarray`): int64 `[R]`, query rows to and of servers;
+        queries_sent, queries_received (`np.ndarray`): int64 `[P]`, query rows to and of servers;
             as many rows of results go the other way.
-        keys_sent, keys_received (`np.ndarray`): int64 `[R]`, key/value rows.
+        keys_sent, keys_received (`np.ndarray`): int64 `[P]`, key/value rows.
     """
 
     queries_sent: np.ndarray
@@ -29,19 +29,22 @@ class Traffic:
     keys_received: np.ndarray
 
     def elements(self, kind: LayerKind) -> np.ndarray:
-        """int64 `[2, R]`: elements sent and received, results included, log-sum-exps not."""
+        """int64 `[2, P]`: elements sent and received, results included, log-sum-exps not."""
         queries = self.queries_sent + self.queries_received  # out, and back as results
         keys = np.stack([self.keys_sent, self.keys_received])
         return queries * kind.query_width + keys * kind.key_value_width
 
 
-def traffic(layout: Layout, tasks: np.ndarray, *, kind: LayerKind) -> Traffic:
+def traffic(
+    layout: Layout, tasks: np.ndarray, *, kind: LayerKind, processes: int | None = None
+) -> Traffic:
     """Count what a plan moves.
 
     Args:
         layout (`Layout`): Where the tokens lie.
         tasks (`np.ndarray`): int32 `[tasks, 5]`, the fields of `Task`.
         kind (`LayerKind`): What rows see.
+        processes (`int`, *optional*): Ranks and extra servers; the ranks alone by default.
     """
     # Tokens are numbered through all documents, laid end to end.
     first = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
@@ -68,7 +71,9 @@ def traffic(layout: Layout, tasks: np.ndarray, *, kind: LayerKind) -> Traffic:
     moved = np.where(home != server, stop - start, 0)
 
     def summed(by: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        return np.bincount(by, weights=weights, minlength=layout.ranks).astype(np.int64)
+        return np.bincount(by, weights=weights, minlength=processes or layout.ranks).astype(
+            np.int64
+        )
 
     return Traffic(
         queries_sent=summed(home, moved),
