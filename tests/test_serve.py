@@ -304,6 +304,7 @@ def test_a_wrong_token_ends_the_command_with_2_and_why(listener, tmp_path):
     [
         (("--join", "here"), "--join 'here' must be HOST:PORT"),
         (("--join", "a:1", "--device", "cuda"), "--device cuda: the kernels are exact on cpu"),
+        (("--join", "a:1", "--interface", "no0"), "--interface no0 is none of this machine's ["),
         (("--join", "a:1", "--speed", "0"), "--speed 0.0 must be positive"),
         (("--join", "a:1", "--token-file", "no_such"), "--token-file no_such: there is no such"),
         (("--join", "127.0.0.1:1"), "--join 127.0.0.1:1: nobody listens there"),
