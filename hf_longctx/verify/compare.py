@@ -136,6 +136,7 @@ def verify(
     dtype: str = "float64",
     checkpointing: bool = False,
     document_lengths: Sequence[int] | None = None,
+    servers: int = 0,
     pool: RankPool | None = None,
 ) -> dict[str, Any]:
     """Compare one model under one of our names with one process.
@@ -149,6 +150,7 @@ def verify(
         checkpointing (`bool`, *optional*): Run both kinds and report the worst of each figure.
         document_lengths (`Sequence[int]`, *optional*): Documents of one batch to use instead of
             those of `case_lengths`.
+        servers (`int`, *optional*, defaults to 0): Extra attention servers that the ranks start.
         pool (`RankPool`, *optional*): Rank processes to use; started and ended here by default.
 
     Returns:
@@ -160,6 +162,10 @@ def verify(
     """
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")
+    if servers < 0 or (servers and name != "distca"):
+        raise ValueError(
+            f"--servers {servers} with {name}: it must be 0 or more, and only distca has servers"
+        )
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
@@ -173,6 +179,7 @@ def verify(
         dtype=dtype,
         lengths=_lengths(document_lengths, ranks=ranks),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
+        servers=servers,
         halves=arguments.longctx_overlap == "pingpong",
     )
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
@@ -231,6 +238,8 @@ def _report(
         "bytes_planned": sum(r.bytes_planned for r in results),
         "bytes_sent": sum(r.bytes_sent for r in results),
         "recompute_bytes": sum(r.recompute_bytes for r in both),
+        "servers": case.servers,
+        "tasks_on_servers": sum(r.tasks_on_servers for r in results),
         **({"switches": sum(r.switches for r in results)} if case.halves else {}),
     }
 
@@ -266,6 +275,8 @@ def _failed(report: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]
         broken.append(
             f"bytes_sent {report['bytes_sent']} differ from bytes_planned {report['bytes_planned']}"
         )
+    if report.get("servers") and not report["tasks_on_servers"]:
+        broken.append("no task ran on a server: give longer --document_lengths")
     if not report["attention_calls"]:
         broken.append("the model never called the attention hook")
     return broken
