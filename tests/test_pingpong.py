@@ -317,7 +317,7 @@ def verify(pool: Any, family: str = "llama", **given: Any) -> dict[str, Any]:
 def test_verify(rank_pool, family, ranks):
     report = verify(rank_pool, family, ranks=ranks)
     assert report["failed"] == []
-    assert (report["switches"] > 0) is (ranks > 1)
+    assert report["switches"] > 0
 
 
 def test_b47_verify_with_checkpointing_of_both_kinds(rank_pool):
