@@ -66,8 +66,9 @@ class LongCtxArguments:
     longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
         "none",
         "How communication hides behind work. heads (distca): each exchange is cut into groups of "
-        "key/value heads, which travel while others are attended to; pingpong: two halves of a "
-        "batch take turns, and one works while the other's data travels.",
+        "key/value heads, which travel while others are attended to. pingpong (distca): each batch "
+        "runs as two halves of whole documents, and one computes while the other's exchanges "
+        "travel.",
     )
     longctx_servers: int = _flag(
         0,

@@ -190,7 +190,7 @@ class RecordedChannel(ThreadChannel):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_forward_and_backward_alternate_layer_by_layer(checkpointing):
-    rows = documents([300, 40, 180, 120])  # moves tasks in both halves
+    rows = documents([700, 20, 690, 30])  # both halves move tasks, so that all exchanges are there
     hub = Hub(2, timeout=20.0)
     channels = [RecordedChannel(hub, rank) for rank in range(2)]
     losses: dict[int, float] = {}
@@ -199,28 +199,32 @@ def test_forward_and_backward_alternate_layer_by_layer(checkpointing):
     def work(rank: int) -> None:
         model = models[rank]
         if checkpointing:
-            model.activation_checkpointing_enable({"preserve_rng_state": False})
+            model.activation_checkpointing_enable(
+                {"use_reentrant": False, "preserve_rng_state": False}
+            )
             model.enable_input_require_grads()
         run_halves(model)
-        inputs = halved_inputs(rows, rank=rank, runtime=channels[rank].runtime)
+        inputs = halved_inputs(rows, rank=rank, runtime=channels[rank].runtime, layout="contiguous")
         with precision(model.dtype):
-            loss = model(**inputs, num_items_in_batch=636).loss
+            loss = model(**inputs, num_items_in_batch=1436).loss
             losses[rank] = loss.item()
             backward(loss)
 
     threads(work, ranks=2)
-    forward = [("forward", half, tag) for tag in range(2) for half in range(2)] * 2  # layers
-    backward = [("backward", half, tag) for tag in range(2) for half in (1, 0)] * 2
-    assert [channel.posts for channel in channels] == [forward + backward] * 2
+    there = [("forward", half, tag) for tag in range(2) for half in (0, 1)] * 2  # layers
+    back = [("backward", half, tag) for tag in range(2) for half in (1, 0)] * 2
+    assert [channel.posts for channel in channels] == [there + back] * 2
     right = twin([rows])
     assert sum(losses.values()) == pytest.approx(right.loss, rel=1e-12)
 
 
-def halved_inputs(rows: Any, *, rank: int, runtime: Runtime) -> dict[str, Any]:
+def halved_inputs(
+    rows: Any, *, rank: int, runtime: Runtime, layout: str = "spread"
+) -> dict[str, Any]:
     """One rank of two, with all rows in one batch that has halves."""
     pack = tuple(Piece(document=d, start=0, stop=len(r["input_ids"])) for d, r in enumerate(rows))
     collator = LongCtxCollator(
-        rank=rank, ranks=2, layout="spread", tolerance=0.0, budget=0, halves=True
+        rank=rank, ranks=2, layout=layout, tolerance=0.0, budget=0, halves=True
     )
     inputs = collator([(pack, rows)])
     assert len(inputs[KEY].halves) == 2
@@ -313,7 +317,7 @@ def verify(pool: Any, family: str = "llama", **given: Any) -> dict[str, Any]:
 def test_verify(rank_pool, family, ranks):
     report = verify(rank_pool, family, ranks=ranks)
     assert report["failed"] == []
-    assert (report["switches"] > 0) is (ranks > 1)
+    assert report["switches"] > 0
 
 
 def test_b47_verify_with_checkpointing_of_both_kinds(rank_pool):
