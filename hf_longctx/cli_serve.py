@@ -73,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--speed {arguments.speed} must be positive, for example 1.0")
     if arguments.parent:
         _end_with(arguments.parent)
+    known = [name for _, name in socket.if_nameindex()]
+    if arguments.interface and arguments.interface not in known:
+        raise ValueError(f"--interface {arguments.interface} is none of this machine's {known}")
     if not Path(arguments.token_file).is_file():
         raise ValueError(
             f"--token-file {arguments.token_file}: there is no such file; copy the one that the "

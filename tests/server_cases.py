@@ -34,7 +34,7 @@ def case(servers: int, **options: Any) -> train_cases.Case:
 EACH = {"longctx_group_size": 1, "eval_strategy": "steps", "eval_steps": 1}
 CASES = {
     "in_place": case(0),
-    "one": case(1),
+    "one": case(1, save_strategy="steps", save_steps=1),
     "two": case(2, longctx_server_devices="cpu"),
     "groups_in_place": case(0, **EACH),
     "holds": case(1),
@@ -75,6 +75,7 @@ def perform(name: str, folder: Path) -> dict[str, Any]:
         ],
         "summary": trainer.longctx_summary(),
         "lines": lines.lines,
+        "saved": sorted(path.name for path in folder.glob("checkpoint-*")),
         **looks.seen,
     }
 

@@ -24,6 +24,7 @@ from test_waits import until
 from hf_longctx import cli
 from hf_longctx.comm import handshake
 from hf_longctx.comm.handshake import Refused, Visitor, introduce
+from hf_longctx.comm.meeting import BUILD_SECONDS, answer_call
 from hf_longctx.comm.processes import RankContext
 from hf_longctx.comm.rendezvous import Listener, connect, own_address
 from hf_longctx.kernels.softmax import Scoring
@@ -58,6 +59,15 @@ def test_whoever_knows_the_token_waits_until_it_leaves(listener):
     connection.close()
     until(lambda: listener.take() is None, seconds=5)
     assert not listener.waiting
+
+
+def test_who_waits_in_vain_is_told_that_the_training_ended():
+    listener = Listener("127.0.0.1", token=TOKEN)
+    with connect("127.0.0.1", listener.port) as connection:
+        introduce(connection, token=TOKEN, visitor=ME)
+        until(lambda: len(listener.waiting) == 1, seconds=5)
+        listener.close()
+        assert answer_call(connection, host="127.0.0.1") is None
 
 
 def test_another_token_is_turned_down_on_both_sides(listener, caplog):
@@ -200,6 +210,8 @@ def join_and_drop(context: RankContext, *, folder: str) -> list[Any]:
         servers.start()
         found.append((servers.speeds, attend_once(context, servers)))
         servers.admit()  # nobody waits
+        if context.ranks == 1:
+            time.sleep(BUILD_SECONDS + 1)  # no time-out ends a server that has nothing to do
         if context.rank == 0:
             assert servers.joining() == 0 and servers._listener is not None
             other = spawn(
@@ -214,7 +226,6 @@ def join_and_drop(context: RankContext, *, folder: str) -> list[Any]:
         servers.admit()
         found.append((servers.speeds, attend_once(context, servers)))
         reports = servers.report()
-        time.sleep(0.2)
         servers.drop({0})
         assert not servers._spawned
         found.append((servers.speeds, attend_once(context, servers)))
@@ -304,6 +315,7 @@ def test_a_wrong_token_ends_the_command_with_2_and_why(listener, tmp_path):
     [
         (("--join", "here"), "--join 'here' must be HOST:PORT"),
         (("--join", "a:1", "--device", "cuda"), "--device cuda: the kernels are exact on cpu"),
+        (("--join", "a:1", "--interface", "no0"), "--interface no0 is none of this machine's ["),
         (("--join", "a:1", "--speed", "0"), "--speed 0.0 must be positive"),
         (("--join", "a:1", "--token-file", "no_such"), "--token-file no_such: there is no such"),
         (("--join", "127.0.0.1:1"), "--join 127.0.0.1:1: nobody listens there"),

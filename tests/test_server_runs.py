@@ -57,7 +57,13 @@ def test_servers_do_work_and_the_log_says_how_much(cases, name):
     assert cases[name]["summary"]["servers"] == SERVERS[name]
     assert not any("longctx_servers" in e for e in cases[PAIRS[name]]["history"])
     ends = [line for line in cases[name]["lines"] if "'requests': " in line]
+    assert any("by servers" in line for line in cases[name]["lines"])
     assert len(ends) == (1 if name == "one_each" else SERVERS[name])  # those of rank 0's group
+
+
+def test_b57_a_server_waits_while_a_trainer_saves(cases):
+    assert cases["one"]["saved"] == ["checkpoint-1", "checkpoint-2"]
+    assert cases["one"]["steps"][0] == 2
 
 
 @pytest.mark.parametrize("name", PAIRS)

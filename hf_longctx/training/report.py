@@ -112,7 +112,9 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
 
 def table(history: Sequence[dict[str, Any]]) -> str:
     """The logged steps as text: one line a step, for people."""
-    rows = [("step", "tokens", "fill", "attention max/mean", "moved", "waiting", "loss")]
+    served = any("longctx_servers" in entry for entry in history)
+    columns = ("step", "tokens", "fill", "attention max/mean", "moved", "waiting", "loss")
+    rows = [columns + ("by servers",) * served]
     for entry in (e for e in history if "longctx_tokens" in e):
         before, after = entry["longctx_attention_before"], entry["longctx_attention_after"]
         rows.append(
@@ -125,6 +127,7 @@ def table(history: Sequence[dict[str, Any]]) -> str:
                 f"{entry['longctx_wait_seconds']:.2f} s",
                 f"{float(entry['loss']):.4f}",
             )
+            + (f"{entry.get('longctx_server_tasks', 0.0):.0%}",) * served
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)

@@ -186,7 +186,11 @@ class Servers:
 
     def admit(self) -> None:
         """Take one waiting server into the roster, at the end; it may have left meanwhile."""
-        self._admit(self._listener.take() if self._listener else None)
+        waiting, before = self._listener.take() if self._listener else None, len(self._roster)
+        self._admit(waiting)
+        if waiting is not None:
+            came = "joined" if len(self._roster) > before else "did not come when it was called"
+            logger.info("%s: %s %s", self.name, waiting.visitor.name, came)
 
     def _admit(self, waiting: Waiting | None) -> None:
         assert self._meeting is not None, "servers join a run that was started with servers"
