@@ -5,22 +5,27 @@ It is started as `tests/train_cases.py` is, by `train_cases.launch(..., script=_
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import train_cases
 from replay_cases import with_lora
 from server_cases import LENGTHS, OPTIONS
-from train_cases import LONG_AND_SHORT, Case, arguments, main, trainer_of
+from train_cases import UNEVEN, Case, Lines, arguments, main, trainer_of
 from transformers import TrainerCallback
 from wrapper_cases import sharded
+
+from hf_longctx.comm.handshake import Visitor, introduce, receive
+from hf_longctx.comm.meeting import open_store
+from hf_longctx.comm.rendezvous import connect
 
 RUN = OPTIONS | {
     "max_steps": 4,
@@ -46,10 +51,11 @@ CASES = {
     "early": case(longctx_servers=1),
     "evaluating": Case(
         lengths=LENGTHS,
-        evaluation=LONG_AND_SHORT,
+        evaluation={"some": UNEVEN},
         options=RUN | {"longctx_servers": 1, "eval_strategy": "steps", "eval_steps": 1},
     ),
     "groups": case(longctx_servers=2, longctx_group_size=1, longctx_server_timeout=3.0),
+    "never": case(longctx_servers=1),
     "trainer": case(longctx_servers=2),
     "launcher": case(longctx_servers=2),
 }
@@ -70,8 +76,9 @@ class Strikes(TrainerCallback):
     name: str
     folder: Path
     speeds: list[tuple[float, ...]] = field(default_factory=list)
-    joined: list[int] = field(default_factory=list)
+    lines: Lines = field(default_factory=Lines)
     visitor: subprocess.Popen[bytes] | None = None
+    died: list[int] = field(default_factory=list)
 
     def strike(self, number: int = signal.SIGKILL) -> None:
         for process in self.trainer.longctx_servers.processes:
@@ -95,6 +102,11 @@ class Strikes(TrainerCallback):
             (self.folder.parent / "died").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.name == "never" and args.process_index == 0 and state.global_step < 3:
+            come_and_go(self.lines.lines, called=state.global_step == 2)
+            self.died.append(state.global_step)
+
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.name == "lora" and state.global_step == STRUCK and args.process_index == 1:
             self.strike()  # the other server of the same window
@@ -103,7 +115,7 @@ class Strikes(TrainerCallback):
         if self.name == "evaluating" and state.global_step == 1:
             self.strike()
         if self.name == "evaluating" and state.global_step == 2 and args.process_index == 0:
-            self.visitor = join(self.trainer)
+            self.visitor = join(self.lines.lines, self.trainer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.speeds.append(self.trainer.longctx_servers.speeds)
@@ -127,15 +139,34 @@ class Told:
                 self.strikes.strike(signal.SIGSTOP if stalls else signal.SIGKILL)
 
 
-def join(trainer: Any) -> subprocess.Popen[bytes]:
-    """Start a server as a user would, and wait until it asks to be taken in."""
-    servers = trainer.longctx_servers
-    command = [sys.executable, "-m", "hf_longctx.cli", "serve", "--join", servers._join]
-    visitor = subprocess.Popen([*command, "--token-file", str(servers._token_file)])
+def join(lines: list[str], trainer: Any) -> subprocess.Popen[bytes]:
+    """Start a server with the line that the trainers log, and wait until it asks to be taken in."""
+    line = next(line for line in lines if "hf-longctx serve" in line)
+    words = line.split("hf-longctx ")[1].split()
+    visitor = subprocess.Popen([sys.executable, "-m", "hf_longctx.cli", *words])
     end = time.monotonic() + 60
-    while not servers.joining() and time.monotonic() < end:
+    while not trainer.longctx_servers.joining() and time.monotonic() < end:
         time.sleep(0.1)
     return visitor
+
+
+def come_and_go(lines: list[str], *, called: bool) -> None:
+    """A server that leaves before it is called, or when it is to build its bridge."""
+    line = next(line for line in lines if "hf-longctx serve" in line)
+    *_, address, _, token = line.split()
+    host, port = address.split(":")
+    connection = connect(host, int(port))
+    visitor = Visitor(name="one that goes", device="cpu")
+    introduce(connection, token=Path(token).read_bytes(), visitor=visitor)
+
+    def go() -> None:
+        if called:
+            message = receive(connection)
+            store = open_store(host, message["store"], seconds=10.0)
+            store.set(f"{message['bridge']}/ready", "1")
+        connection.close()
+
+    threading.Thread(target=go, daemon=True).start()
 
 
 def perform(name: str, folder: Path) -> dict[str, Any]:
@@ -161,13 +192,19 @@ def train(name: str, folder: Path, *, struck: bool) -> dict[str, Any]:
     strikes = Strikes(trainer, name, folder)
     if struck:
         trainer.add_callback(strikes)
+    logger = logging.getLogger("hf_longctx")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(strikes.lines)
     trainer.train()
+    logger.removeHandler(strikes.lines)
     trained = [p.detach() for p in trainer.model.parameters() if p.requires_grad]
     weights = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in trained]
     return {
         "history": trainer.state.log_history,
         "replayed": trainer.longctx_replayed,
         "speeds": strikes.speeds,
+        "lines": [line for line in strikes.lines.lines if " lost" in line],
+        "died": strikes.died,
         "visitor": strikes.visitor and strikes.visitor.wait(timeout=30),
         "weights": torch.cat([w.flatten() for w in weights]).tolist(),
     }

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..data.batch import KEY, SavedAttention
+from .groups import MOST_SERVERS
 from .servers import Servers
 
 logger = logging.getLogger(__name__)
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
-_MOST = 62  # servers of a group: those that are lost travel as bits of one int64
 # What micro-batches add to: Trainer's loss, our report, and TRL's metrics and count of tokens.
 _COUNTS = ("_tr_loss", "_report", "_metrics", "_total_train_tokens")
 
@@ -117,19 +117,18 @@ class ReplayMixin(_Base):
             loss = self._run_again(model, window)
             news = self._tell(servers)
         self._window = None
-        if news.joining:
+        if news.joining and len(servers.speeds) < MOST_SERVERS:
             servers.admit()
         return loss
 
     def _tell(self, servers: Servers) -> "_News":
         """What all trainers found lost, and whether a server waits; one small collective."""
-        assert len(servers.speeds) <= _MOST, (len(servers.speeds), _MOST)
         mine = [sum(1 << number for number in servers.lost), servers.joining()]
         sent = torch.tensor([mine], dtype=torch.int64, device=self.accelerator.device)
         rows: list[list[int]] = self.accelerator.gather(sent).tolist()
         group = self.longctx_group
         ours = rows[group.index * group.size :][: group.size]
-        lost = {n for n in range(_MOST) for mask, _ in ours if mask >> n & 1}
+        lost = {n for n in range(MOST_SERVERS) for mask, _ in ours if mask >> n & 1}
         return _News(any(mask for mask, _ in rows), frozenset(lost), ours[0][1] > 0)
 
     def _do_without(self, servers: Servers, numbers: frozenset[int]) -> None:

@@ -100,10 +100,14 @@ def verify_kill(trial: Trial) -> dict[str, Any]:
     logger.info("%d trainers, %d servers, twice; --kill %s", trial.ranks, trial.servers, trial.kill)
     with tempfile.TemporaryDirectory(prefix="hf_longctx_kill_") as folder:
         (Path(folder) / "trial.json").write_text(json.dumps(asdict(trial)))
-        ended = _launch(folder, ranks=trial.ranks)
-        left = _processes_of(folder, seconds=ORPHAN_SECONDS)
-        for process in left:
-            process.kill()
+        try:
+            ended = _launch(folder, ranks=trial.ranks)
+        except subprocess.TimeoutExpired as error:
+            raise RankError(f"the trainers took more than {RUN_SECONDS:g} s") from error
+        finally:
+            left = _processes_of(folder, seconds=ORPHAN_SECONDS)
+            for process in left:
+                process.kill()
         if ended.returncode:
             raise RankError(f"the trainers ended with {ended.returncode}\n{ended.stdout[-4000:]}")
         calm, struck = json.loads((Path(folder) / "runs.json").read_text())
