@@ -1,4 +1,4 @@
-"""Balanced tasks -> the rows that each process needs, and who sends them.
+"""Shares of balanced tasks -> the rows that each process needs, and who sends them.
 
 Floor: plan. Home sends query rows, and each owner the keys that a server lacks, once: a server
 gathers the keys of a document in one buffer, whatever tasks read them. `serve` makes programs of
@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..intervals import Range, intersect, union
-from .cost import LayerKind
-from .distca import Task
 from .layout import Layout, Placed
+from .subranges import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,45 +27,37 @@ class ExchangePlan:
 
     Args:
         layout (`Layout`): Where the tokens lie.
-        tasks (`Iterable[Task]`): The balanced tasks of all ranks, by server, document and row.
-        kind (`LayerKind`): What its rows see bounds the keys a task needs.
+        shares (`Iterable[Share]`): What is computed where, by server, document, row and key.
         processes (`int`, *optional*): Ranks and extra servers; the ranks alone by default.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        tasks: Iterable[Task],
-        *,
-        kind: LayerKind,
-        processes: int | None = None,
+        self, layout: Layout, shares: Iterable[Share], *, processes: int | None = None
     ) -> None:
-        self.layout, self.kind = layout, kind
+        self.layout = layout
         self.processes = processes or layout.ranks
         self.pieces: dict[tuple[int, int], list[Placed]] = {}  # by rank and document, in order
         for segment in layout.segments:
             self.pieces.setdefault((segment.rank, segment.document), []).append(segment)
-        self.served: dict[int, list[Task]] = {}
-        self.moved: dict[int, list[Task]] = {}  # by home
-        for task in tasks:
-            self.served.setdefault(task.server, []).append(task)
-            if task.server != task.home:
-                self.moved.setdefault(task.home, []).append(task)
+        self.served: dict[int, list[Share]] = {}
+        self.moved: dict[int, list[Share]] = {}  # by home
+        self.cut: dict[int, list[Share]] = {}  # by home: those whose results it merges
+        for share in shares:
+            self.served.setdefault(share.server, []).append(share)
+            if share.server != share.home:
+                self.moved.setdefault(share.home, []).append(share)
+            if share.cut:
+                self.cut.setdefault(share.home, []).append(share)
         self.contexts = {s: self._gathered(s) for s in self.served}
 
     def _gathered(self, server: int) -> tuple[Context, ...]:
         """Key runs that `server` must gather: all it needs but does not hold in one piece."""
         needed: dict[int, list[Range]] = {}
-        for task in self.served[server]:
-            keys = self.keys(task)
-            if self.local(server, task.document, keys) is None:
-                needed.setdefault(task.document, []).append(keys)
+        for share in self.served[server]:
+            keys = share.low, share.high
+            if self.local(server, share.document, keys) is None:
+                needed.setdefault(share.document, []).append(keys)
         return tuple(Context(d, *run) for d in sorted(needed) for run in union(needed[d]))
-
-    def keys(self, task: Task) -> Range:
-        """The keys that a task reads."""
-        length = int(self.layout.lengths[task.document])
-        return self.kind.keys_seen((task.start, task.stop), length=length)
 
     def local(self, rank: int, document: int, tokens: Range) -> int | None:
         """The row of `rank` where `tokens` begin, if it holds them in one run."""

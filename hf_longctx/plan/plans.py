@@ -13,10 +13,11 @@ import numpy as np
 
 from . import ring, serve
 from .cost import LayerKind, max_over_mean
-from .distca import Task, balance, items, tasks
+from .distca import balance, items, tasks
 from .exchange import ExchangePlan
 from .layout import Layout, cut
 from .program import Program
+from .subranges import NO_LOANS, Share, lend, shares
 
 ALGORITHMS = ("distca", "ring")
 OVERLAPS = ("none", "heads")
@@ -32,6 +33,8 @@ class Plan:
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers it is for.
         tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` all at home.
+        loans (`np.ndarray`): int32 `[loans, 4]`: the fields of `Loan`: keys of tasks that another
+            than its server attends to.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
         overlap (`str`, *optional*): One of `OVERLAPS`.
     """
@@ -40,6 +43,7 @@ class Plan:
     layout: Layout
     kind: LayerKind
     tasks: np.ndarray
+    loans: np.ndarray
     speeds: tuple[float, ...] = ()
     overlap: str = "none"
 
@@ -67,15 +71,21 @@ class Plan:
         sees = "" if self.kind.causal else " bidirectional"
         groups = self.groups if len(self.groups) > 1 else ""
         text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}{groups}"
-        columns = (self.layout.lengths, self.layout.columns, self.tasks)
+        columns = [self.layout.lengths, self.layout.columns, self.tasks]
+        columns += [self.loans] if len(self.loans) else []
         parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
         return int.from_bytes(hashed, "little") >> 1
 
     @cached_property
     def _exchange(self) -> ExchangePlan:
-        views = [Task(*row) for row in self.tasks.tolist()]
-        return ExchangePlan(self.layout, views, kind=self.kind, processes=self.processes)
+        views = [Share(*row) for row in self.shares.tolist()]
+        return ExchangePlan(self.layout, views, processes=self.processes)
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """int64 `[shares, 8]`: the fields of `Share`: what is computed where."""
+        return shares(self.layout, self.tasks, self.loans, kind=self.kind)
 
     @cached_property
     def _programs(self) -> dict[int, Program]:
@@ -98,7 +108,15 @@ class Plan:
         by = self.tasks[:, 4 if balanced else 3]
         document, start, stop = self.tasks[:, :3].T
         cost = self.kind.entries(start, stop, length=self.layout.lengths[document])
-        return np.bincount(by, weights=cost, minlength=self.processes)
+        work = np.bincount(by, weights=cost, minlength=self.processes)
+        if balanced and len(self.loans):
+            task, server, low, high = self.loans.astype(np.int64).T
+            start, stop = self.tasks[task, 1:3].astype(np.int64).T
+            length = self.layout.lengths[self.tasks[task, 0]].astype(np.int64)
+            lent = self.kind.entries_over(start, stop, low, high, length=length)
+            work += np.bincount(server, weights=lent, minlength=self.processes)
+            work -= np.bincount(self.tasks[task, 4], weights=lent, minlength=self.processes)
+        return work
 
     def attention_max_over_mean(self, *, balanced: bool = True) -> float:
         """Attention work of the busiest rank over the mean, after or before balancing.
@@ -156,7 +174,10 @@ def make_plan(
         table = items(layout)
     else:
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds)
-    return Plan(algorithm, layout, kind, tasks(table), speeds, overlap)
+    balanced, loans = tasks(table), NO_LOANS
+    if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
+        loans = lend(layout, balanced, kind=kind, tolerance=tolerance, speeds=speeds)
+    return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap)
 
 
 def _in_three_phases(program: Program) -> Program:

@@ -1,9 +1,9 @@
 """What a process sends, computes and gives back -> its program: start, serve and collect.
 
-Floor: plan. Forward: home sends query rows and keys; servers attend and return (out, lse). Backward
-resends them with the gradient (home keeps q, k, v, out and lse, a server keeps nothing), and
-servers return dq and one summed dkv per owner. In place of out, backward sends delta, the sum of
-grad_out * out: a number per head instead of a row.
+Floor: plan. Forward: home sends query rows and keys; servers attend and return (out, lse), which
+home merges where a row's keys were cut. Backward resends them with the gradient (home keeps q, k,
+v, out and lse, a server keeps nothing), and servers return dq and one summed dkv per owner. In
+place of out, backward sends delta, the sum of grad_out * out: a number per head instead of a row.
 
 Head groups travel one behind the other: all are posted at the start, a server attends to one while
 the next ones travel, and sends its results at once, into receives that wait for them. Tasks that
@@ -11,7 +11,7 @@ need no arrival stand between the groups: the first hide the first arrival, the 
 the last results travel home.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..intervals import Range
 from .exchange import Context, ExchangePlan
@@ -28,6 +28,7 @@ from .program import (
     Program,
     Wait,
 )
+from .subranges import Share
 
 _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)  # arrays of a rank's own rows, as HOME names them
 _IN, _BACK, _DUE = range(3)  # exchanges of a group: to servers, results that leave, and come
@@ -49,16 +50,28 @@ class _Builder:
         self.plan, self.rank, self.groups = plan, rank, groups
         rows = plan.layout.rows(rank)
         self.arrays: list[tuple[str, int]] = [(kind, rows) for kind in HOME]
-        own = plan.layout.of_rank(rank)
-        self.held = [Held(array, s.row, *s[2:]) for array in range(len(HOME)) for s in own]
+        held = plan.layout.of_rank(rank)
+        self.held = [Held(array, s.row, *s[2:]) for array in range(len(HOME)) for s in held]
+        self.peers = [p for p in range(plan.processes) if p != rank]
         self.contexts = plan.contexts.get(rank, ())
         self.first_row: dict[Context, int] = {}
-        self.foreign = [t for t in plan.served.get(rank, ()) if t.home != rank]
-        self.mine = plan.moved.get(rank, [])
         self.context, self.context_grad = self._gather_array("kv"), self._gather_array("dkv")
-        self.visit = {k: self._task_array(k, self.foreign) for k in ("q", "out", "delta", "dq")}
-        self.leaving_delta = self._task_array("delta", self.mine)
-        self.peers = [p for p in range(plan.processes) if p != rank]
+
+        served = plan.served.get(rank, ())
+        own = [s for s in served if s.home == rank]
+        self.guests = [s for s in served if s.home != rank]
+        self.mine = plan.moved.get(rank, [])  # and computed elsewhere
+        self.cut = plan.cut.get(rank, [])
+        at_home = [s for s in (*own, *self.mine) if not s.cut]
+        # Where each share's rows stand. Results of cut ones are partials until they are merged.
+        self.q = self._new_rows("q", self.guests) | self._own_rows(_Q, (*own, *self.mine))
+        self.out = self._own_rows(_OUT, at_home) | self._new_rows("part", self.cut)
+        self.out |= self._new_rows("out", [s for s in self.guests if not s.cut])
+        self.out |= self._new_rows("part", [s for s in self.guests if s.cut])
+        self.grad = self._own_rows(_GRAD, own)
+        self.grad |= self._new_rows("delta", self.guests) | self._new_rows("delta", self.mine)
+        self.dq = self._own_rows(_DQ, (*own, *at_home)) | self._new_rows("dq", self.guests)
+        self.dq |= self._new_rows("dq", [s for s in self.mine if s.cut])
 
     def _gather_array(self, kind: str) -> int:
         row = 0
@@ -69,13 +82,19 @@ class _Builder:
         self.arrays.append((kind, row))
         return len(self.arrays) - 1
 
-    def _task_array(self, kind: str, tasks: Sequence[tuple[int, ...]]) -> int:
-        row = 0
-        for document, start, stop, *_ in tasks:
-            self.held.append(Held(len(self.arrays), row, document, start, stop))
-            row += stop - start
+    def _new_rows(self, kind: str, shares: Sequence[Share]) -> dict[Share, Block]:
+        """The rows of shares, one after another in a new array."""
+        array, row, blocks = len(self.arrays), 0, {}
+        for share in shares:
+            stop = row + share.stop - share.start
+            self.held.append(Held(array, row, share.document, share.start, share.stop))
+            blocks[share], row = Block(array, row, stop), stop
         self.arrays.append((kind, row))
-        return len(self.arrays) - 1
+        return blocks
+
+    def _own_rows(self, array: int, shares: Sequence[Share]) -> dict[Share, Block]:
+        """The rows of shares among the rank's own."""
+        return {s: self._home_rows(s.document, (s.start, s.stop), array) for s in shares}
 
     def _home_rows(self, document: int, tokens: Range, array: int) -> Block:
         row = self.plan.local(self.rank, document, tokens)
@@ -89,32 +108,13 @@ class _Builder:
                 return Block(array, row, row + tokens[1] - tokens[0])
         raise AssertionError((self.rank, document, tokens))
 
-    def _visiting(self, array: int, peer: int) -> list[Block]:
-        """Rows of a task array that belong to `peer`'s tasks."""
-        row, blocks = 0, []
-        for task in self.foreign:
-            stop = row + task.stop - task.start
-            if task.home == peer:
-                blocks.append(Block(array, row, stop))
-            row = stop
-        return blocks
+    def _leaving(self, rows: Mapping[Share, Block], peer: int) -> list[Block]:
+        """Rows of own shares that `peer` computes."""
+        return [rows[s] for s in self.mine if s.server == peer]
 
-    def _leaving(self, array: int, peer: int) -> list[Block]:
-        """Own rows of the tasks that `peer` computes."""
-        return [
-            self._home_rows(t.document, (t.start, t.stop), array)
-            for t in self.mine
-            if t.server == peer
-        ]
-
-    def _deltas(self) -> Iterator[tuple[int, Fold]]:
-        """For each task that another computes, its server and how what it sends is formed."""
-        row = 0
-        for task in self.mine:
-            stop = row + task.stop - task.start
-            own = self._home_rows(task.document, (task.start, task.stop), _GRAD)
-            yield task.server, Fold(Block(self.leaving_delta, row, stop), (own,), "delta")
-            row = stop
+    def _visiting(self, rows: Mapping[Share, Block], peer: int) -> list[Block]:
+        """Rows of `peer`'s shares that are computed here."""
+        return [rows[s] for s in self.guests if s.home == peer]
 
     def _keys_out(self, array: int, peer: int) -> list[Block]:
         runs = self.plan.keys_sent(self.rank, peer)
@@ -128,57 +128,70 @@ class _Builder:
         """The rank's tasks: those it can start at once, and those that wait for an arrival."""
         ready: list[Op] = []
         waiting: list[Op] = []
-        row = 0
-        for task in self.plan.served.get(self.rank, ()):
-            own = task.home == self.rank
-            if own:
-                at = self.plan.local(self.rank, task.document, (task.start, task.stop))
-                assert at is not None, task
-            else:
-                at, row = row, row + task.stop - task.start
-            arrays = (_Q, _OUT, _GRAD, _DQ) if own else self.visit.values()
-            q, out, grad, dq = (Block(a, at, at + task.stop - task.start) for a in arrays)
-            keys = self.plan.keys(task)
-            local = self.plan.local(self.rank, task.document, keys)
+        # Cut ones stand together, so that kernel calls on equal arrays fuse.
+        for share in sorted(self.plan.served.get(self.rank, ()), key=lambda s: s.cut):
+            keys = share.low, share.high
+            local = self.plan.local(self.rank, share.document, keys)
             if local is not None:
                 kv, dkv = (Block(a, local, local + keys[1] - keys[0]) for a in (_KV, _DKV))
             else:
                 pair = (self.context, self.context_grad)
-                kv, dkv = (self._context_rows(task.document, keys, a) for a in pair)
-            op = AttendGrad(q, kv, grad, dq, dkv) if backward else Attend(q, kv, out)
-            (ready if own and local is not None else waiting).append(op)
+                kv, dkv = (self._context_rows(share.document, keys, a) for a in pair)
+            op = (
+                AttendGrad(self.q[share], kv, self.grad[share], self.dq[share], dkv)
+                if backward
+                else Attend(self.q[share], kv, self.out[share])
+            )
+            (ready if share.home == self.rank and local is not None else waiting).append(op)
         return ready, waiting
 
     def build(self) -> Program:
         """Three phases, or one where nothing leaves or arrives."""
-        q, out, delta, dq = self.visit.values()
         gather: list[Op] = [
             Fold(there, (here,), "cat")
             for here, there in zip(
                 self._keys_out(_KV, self.rank), self._keys_in(self.context, self.rank), strict=True
             )
         ]
-        sends = {p: self._leaving(_Q, p) + self._keys_out(_KV, p) for p in self.peers}
-        recvs = {p: self._visiting(q, p) + self._keys_in(self.context, p) for p in self.peers}
-        results = {p: self._visiting(out, p) for p in self.peers}
-        due = {p: self._leaving(_OUT, p) for p in self.peers}
-        forward = self._phases([gather, [], []], (sends, recvs), (results, due), backward=False)
+        sends = {p: self._leaving(self.q, p) + self._keys_out(_KV, p) for p in self.peers}
+        recvs = {p: self._visiting(self.q, p) + self._keys_in(self.context, p) for p in self.peers}
+        results = {p: self._visiting(self.out, p) for p in self.peers}
+        due = {p: self._leaving(self.out, p) for p in self.peers}
+        steps = [gather, [], self._merged()]
+        forward = self._phases(steps, (sends, recvs), (results, due), backward=False)
 
-        deltas = list(self._deltas())
-        sends = {p: [f.into for s, f in deltas if s == p] + sends[p] for p in self.peers}
-        recvs = {p: self._visiting(delta, p) + recvs[p] for p in self.peers}
+        own_grad = self._own_rows(_GRAD, self.mine)
+        deltas: list[Op] = [Fold(self.grad[s], (own_grad[s],), "delta") for s in self.mine]
+        sends = {p: self._leaving(self.grad, p) + sends[p] for p in self.peers}
+        recvs = {p: self._visiting(self.grad, p) + recvs[p] for p in self.peers}
         sums = {p: self._summed(p) for p in self.peers}
         results = {
-            p: self._visiting(dq, p) + self._keys_in(self.context_grad, p) for p in self.peers
+            p: self._visiting(self.dq, p) + self._keys_in(self.context_grad, p) for p in self.peers
         }
-        due = {p: self._leaving(_DQ, p) + [part for _, part in sums[p]] for p in self.peers}
+        due = {p: self._leaving(self.dq, p) + [part for _, part in sums[p]] for p in self.peers}
         own = self._keys_out(_DKV, self.rank), self._keys_in(self.context_grad, self.rank)
         sums[self.rank] = list(zip(*own, strict=True))
-        fold: list[Op] = [Fold(i, (p,), "sum") for r in sorted(sums) for i, p in sums[r]]
-        prepare: list[Op] = [f for _, f in deltas]
-        steps = [gather, prepare, fold]
+        pairs = [pair for rank in sorted(sums) for pair in sums[rank]]
+        own_dq = self._own_rows(_DQ, self.cut)
+        pairs += [(own_dq[s], self.dq[s]) for s in self.cut if s.server != self.rank]
+        fold: list[Op] = [Fold(into, (part,), "sum") for into, part in pairs]
+        steps = [gather, deltas, fold]
         backward = self._phases(steps, (sends, recvs), (results, due), backward=True)
         return Program.build(arrays=self.arrays, held=self.held, forward=forward, backward=backward)
+
+    def _merged(self) -> list[Op]:
+        """How partials of cut tasks become the output of their rows, in the order of their keys."""
+        by_rows: dict[tuple[int, int, int], list[Share]] = {}
+        for share in sorted(self.cut, key=lambda s: s.low):
+            by_rows.setdefault(share[:3], []).append(share)
+        return [
+            Fold(
+                self._home_rows(document, (start, stop), _OUT),
+                tuple(self.out[share] for share in parts),
+                "lse",
+            )
+            for (document, start, stop), parts in by_rows.items()
+        ]
 
     def _summed(self, peer: int) -> list[tuple[Block, Block]]:
         """(own dkv rows, the rows of a new array that hold what `peer` sends for them)."""
