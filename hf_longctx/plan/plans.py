@@ -14,7 +14,9 @@ from . import ring
 from .cost import LayerKind, max_over_mean
 from .distca import Task, balance, items, tasks
 from .exchange import ExchangePlan
+from .items import cost
 from .layout import Layout, cut
+from .measured import CostTable
 from .program import Program
 
 ALGORITHMS = ("distca", "ring")
@@ -30,6 +32,7 @@ class Plan:
         kind (`LayerKind`): The layers it is for.
         tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` all at home.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
+        costs (`CostTable`, *optional*): What it balanced by; score entries without.
     """
 
     algorithm: str
@@ -37,6 +40,7 @@ class Plan:
     kind: LayerKind
     tasks: np.ndarray
     speeds: tuple[float, ...] = ()
+    costs: CostTable | None = None
 
     @property
     def processes(self) -> int:
@@ -48,9 +52,10 @@ class Plan:
         """A stable hash of everything the programs follow from, as a non-negative int64."""
         kind = (self.kind.window, self.kind.query_width, self.kind.key_value_width)
         sees = "" if self.kind.causal else " bidirectional"
-        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}".encode()
+        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}"
+        text += self.costs.to_json() if self.costs else ""
         columns = (self.layout.lengths, self.layout.columns, self.tasks)
-        parts = [text, *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
+        parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
         return int.from_bytes(hashed, "little") >> 1
 
@@ -74,11 +79,15 @@ class Plan:
         return self._programs[rank]
 
     def work(self, *, balanced: bool) -> np.ndarray:
-        """float64 `[processes]`: score entries by server, or by home when not `balanced`."""
+        """float64 `[processes]`: score entries by server, or by home when not `balanced`.
+
+        Seconds, where the plan balanced by a cost table.
+        """
         by = self.tasks[:, 4 if balanced else 3]
-        document, start, stop = self.tasks[:, :3].T
-        cost = self.kind.entries(start, stop, length=self.layout.lengths[document])
-        return np.bincount(by, weights=cost, minlength=self.processes)
+        document, start, stop = self.tasks[:, :3].astype(np.int64).T
+        length = self.layout.lengths[document]
+        each = cost(start, stop, length=length, kind=self.kind, costs=self.costs)
+        return np.bincount(by, weights=each, minlength=self.processes)
 
     def attention_max_over_mean(self, *, balanced: bool = True) -> float:
         """Attention work of the busiest rank over the mean, after or before balancing.
@@ -100,6 +109,7 @@ def make_plan(
     kind: LayerKind,
     tolerance: float = 0.05,
     speeds: tuple[float, ...] = (),
+    costs: CostTable | None = None,
 ) -> Plan:
     """Plan one batch.
 
@@ -111,6 +121,8 @@ def make_plan(
         tolerance (`float`, *optional*, defaults to 0.05): Allowed excess over the mean work.
         speeds (`tuple[float, ...]`, *optional*): One positive number per extra server (`distca`
             only): how fast it attends beside a rank, whose speed is 1.
+        costs (`CostTable`, *optional*): Balance seconds by it (`distca` only; `ring` moves no
+            rows); by default score entries.
 
     Raises:
         ValueError: on an algorithm that is not built, a negative tolerance, servers for an
@@ -128,8 +140,8 @@ def make_plan(
     if algorithm == "ring":
         table = items(layout)
     else:
-        table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds)
-    return Plan(algorithm, layout, kind, tasks(table), speeds)
+        table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
+    return Plan(algorithm, layout, kind, tasks(table), speeds, costs=costs)
 
 
 @lru_cache(maxsize=32)
