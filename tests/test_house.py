@@ -31,7 +31,17 @@ FLOORS = (
     {"training"},
     {"simulate"},
     {"bench", "verify"},
-    {"cli", "cli_check", "cli_cluster", "cli_common", "cli_profile", "cli_verify", "run", "run_flags", "__init__"},
+    {
+        "cli",
+        "cli_check",
+        "cli_cluster",
+        "cli_common",
+        "cli_profile",
+        "cli_verify",
+        "run",
+        "run_flags",
+        "__init__",
+    },
 )
 # A plan and its simulation are data: they run where no process group and no model exists.
 PURE = {"plan", "simulate"}

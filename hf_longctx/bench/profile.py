@@ -189,7 +189,7 @@ def run(
     Returns:
         The file, the largest and smallest seconds per score entry, and figures by layout.
     """
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     allocator = keep_pages()
     table = profile(device=device, dtype=dtype, **shape)
     path = cost_file(device=device, dtype=dtype, **shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..plan.cost import LayerKind
 from ..plan.layout import Layout
+from ..plan.measured import CostTable
 from ..plan.plans import Plan, make_plan
 
 KEY = "longctx_batch"
@@ -76,6 +77,8 @@ class LongCtxBatch:
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server that this process's channel
             reaches, beside a rank's 1; never pickled, and set anew when a server comes or goes.
+        costs (`CostTable`, *optional*): Balances seconds in place of score entries; never pickled,
+            and the same on every rank.
     """
 
     layout: Layout
@@ -88,8 +91,9 @@ class LongCtxBatch:
     pieces: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     runtime: Any = None
     speeds: tuple[float, ...] = ()
+    costs: CostTable | None = None
     saved: SavedAttention = field(default_factory=SavedAttention)
-    _plans: dict[tuple[str, LayerKind, tuple[float, ...]], Plan] = field(default_factory=dict)
+    _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "stream", "pieces")
@@ -100,10 +104,15 @@ class LongCtxBatch:
 
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
         """The plan for layers of one kind; made on first use, the same on every rank."""
-        key = algorithm, kind, self.speeds
+        key = algorithm, kind, self.speeds, self.costs
         if key not in self._plans:
             self._plans[key] = make_plan(
-                algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds
+                algorithm,
+                self.layout,
+                kind=kind,
+                tolerance=self.tolerance,
+                speeds=self.speeds,
+                costs=self.costs,
             )
         return self._plans[key]
 

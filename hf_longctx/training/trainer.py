@@ -17,6 +17,7 @@ from ..data.stream import PackStream
 from ..support import NAMES, refuse_arguments, refuse_given, refuse_model, refuse_wrappers
 from .callback import LongCtxCallback
 from .collators import leave_out, refuse_other_targets, say_left_out
+from .costs import shared_costs
 from .evaluation import EvaluationMixin
 from .groups import find_group, join
 from .loaders import Loaders
@@ -71,6 +72,9 @@ class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
         self._position_limit = position_limit(self.model)
         self._check_data()
         self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
+        self.longctx_costs = shared_costs(
+            self.args, model=self.model, device=self.accelerator.device
+        )
         self.add_callback(LongCtxCallback(self))
 
     def _build_accelerator_args(self, **kwargs: Any) -> Any:
