@@ -38,7 +38,10 @@ def shared_costs(arguments: Any, *, model: Any, device: torch.device) -> CostTab
         dtype = torch.bfloat16 if arguments.bf16 else model.dtype
         widths = layer_widths(layer_configs(model.config)[0], dtype=dtype)
         shape: dict[str, Any] = {n: getattr(widths, n) for n in ("heads", "kv_heads", "head_dim")}
-        known_as = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+        known_as: dict[str, Any] = {
+            "device": device.type,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
         try:
             given["table"] = load(cost_file(**known_as, **shape)).to_json()
         except ValueError as error:
