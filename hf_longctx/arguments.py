@@ -53,6 +53,11 @@ class LongCtxArguments:
     longctx_tolerance: float = _flag(
         0.05, "Attention work a rank may do above the mean, as a fraction (distca)."
     )
+    longctx_cost: Literal["entries", "measured"] = _flag(
+        "entries",
+        "What is balanced (distca): score entries, or seconds by the table that hf-longctx profile "
+        "has measured on the first trainer's machine.",
+    )
     longctx_overflow: Literal["error", "split", "truncate"] = _flag(
         "error",
         "A document longer than a batch: error stops, split makes several documents of it (each "

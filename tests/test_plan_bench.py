@@ -71,14 +71,19 @@ def test_the_command_writes_tables_by_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        bench.run, "__kwdefaults__", dict(ranks=(8,), tokens=16384, seeds=3, counted={8: 40})
+        bench.run,
+        "__kwdefaults__",
+        dict(
+            ranks=(8,), tokens=16384, seeds=3, counted={8: 40}, contiguous=(8,), servers=((8, 8),)
+        ),
     )
     assert cli.main(["bench", "plan", "--json", str(tmp_path / "f")]) == 0
     report = json.loads((tmp_path / "f").read_text())
-    assert set(report) == {"pretrain", "prolong", "buckets", "counted"}
+    assert set(report) == {"pretrain", "prolong", "buckets", "counted", "contiguous", "servers"}
     assert report["counted"]["8"]["documents"] == 40
+    assert report["contiguous"]["8"]["layout_max_over_mean"] > 1.5
     for table in report.values():
-        row = table["8"]
+        (row,) = table.values()
         assert 1 <= row["attention_max_over_mean"] <= 1.05
         assert 0 < row["max_exchange_vs_allgather"] < 1
         assert row["plan_ms"] > 0 and row["documents"] >= 10

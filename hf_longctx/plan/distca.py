@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import LayerKind
-from .items import items
+from .items import DOCUMENT, HOME, SERVER, cost, items, runs
 from .layout import Layout
+from .measured import CostTable
 from .moves import Moves
 
 RUNGS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)  # over the tolerance, where nothing comes within it
@@ -41,6 +42,7 @@ def balance(
     tolerance: float,
     speeds: Sequence[float] = (),
     linear: Sequence[float] = (),
+    costs: CostTable | None = None,
 ) -> np.ndarray:
     """Move items between servers until each is within `tolerance` of its share of the work.
 
@@ -50,16 +52,35 @@ def balance(
         tolerance (`float`): Allowed excess over a share, as a fraction; `inf` moves nothing.
         speeds (`Sequence[float]`, *optional*): How fast each extra server is beside a rank, whose
             speed is 1; shares are in proportion.
-        linear (`Sequence[float]`, *optional*): Other work of each process, as many score entries,
-            that its share of attention makes room for; a server's is what it waits for ranks. None
-            by default, as where ranks hold equally many tokens and are equally fast.
+        linear (`Sequence[float]`, *optional*): Other work of each process, in score entries (with
+            `costs`, in seconds), that its share of attention makes room for; a server's is what it
+            waits for ranks. None by default, as where ranks hold equally many tokens and are
+            equally fast.
+        costs (`CostTable`, *optional*): Balance seconds by it; by default score entries.
 
     Returns:
         int64 item table as `items` gives it, with servers assigned.
     """
     speed = np.concatenate([np.ones(layout.ranks), speeds])
     own = np.asarray(linear, np.float64) if len(linear) else np.zeros(len(speed))
-    moves = Moves(layout, kind=kind, speed=speed, linear=own)
+    tables = [
+        _balanced(Moves(layout, kind=kind, speed=speed, linear=own, costs=rates), tolerance)
+        for rates in ([costs, costs.saturated()] if costs else [None])
+    ]
+    if len(tables) == 1:
+        return tables[0]
+
+    # Cuts and fusions change what pieces cost, so a greedy that foresees less may end better.
+    def busiest(table: np.ndarray) -> float:
+        document, start, stop, _, server = tasks(table).astype(np.int64).T
+        each = cost(start, stop, length=layout.lengths[document], kind=kind, costs=costs)
+        return float(((np.bincount(server, each, len(speed)) + own) / speed).max())
+
+    return min(tables, key=busiest)
+
+
+def _balanced(moves: Moves, tolerance: float) -> np.ndarray:
+    """The item table once no move is left to make."""
     load, share = moves.load, moves.share
     allowed = (1 + tolerance) * share
     # A step lasts as long as its busiest server: once that is near its share, moves only cost
@@ -86,12 +107,15 @@ def balance(
 def tasks(table: np.ndarray) -> np.ndarray:
     """int32 `[tasks, 5]`: the fields of `Task`, by server, document and row.
 
-    An item gives its head rows and its tail rows, or one task where they touch.
+    An item gives its head rows and its tail rows, or one task where they touch; runs that touch and
+    go from one home to one server are one task, which a kernel does faster.
     """
-    document, head, tail, first, last, middle, home, server = table.T
-    split = tail - last - (head + last) > middle
-    outer = (document, head + first, np.where(split, head + last, tail - first), home, server)
-    inner = (document, tail - last, tail - first, home, server)
-    rows = np.concatenate([np.stack(outer, axis=1), np.stack(inner, axis=1)[split]])
-    rows = rows[rows[:, 1] < rows[:, 2]]
-    return rows[np.lexsort(rows.T[[1, 0, 4]])].astype(np.int32)
+    item, start, stop = runs(table)
+    columns = (table[item, DOCUMENT], start, stop, table[item, HOME], table[item, SERVER])
+    rows = np.stack(columns, axis=1)
+    rows = rows[np.lexsort(rows.T[[1, 0, 4]])]
+    same = (rows[1:, [0, 3, 4]] == rows[:-1, [0, 3, 4]]).all(axis=1)
+    opens = np.append(True, ~(same & (rows[1:, 1] == rows[:-1, 2])))
+    merged = rows[opens]
+    merged[:, 2] = rows[np.append(opens[1:], True), 2]
+    return merged.astype(np.int32)

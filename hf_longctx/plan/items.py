@@ -9,6 +9,7 @@ import numpy as np
 
 from .cost import LayerKind
 from .layout import Layout
+from .measured import CostTable
 
 DOCUMENT, HEAD, TAIL, FIRST, LAST, MIDDLE, HOME, SERVER = range(8)  # columns of a table
 
@@ -32,11 +33,40 @@ def items(layout: Layout) -> np.ndarray:
     return table[~tail]
 
 
-def work(table: np.ndarray, *, layout: Layout, kind: LayerKind) -> np.ndarray:
-    """Score entries of each item."""
-    length = layout.lengths[table[:, DOCUMENT]]
-    head, tail, first, last = (table[:, c] for c in (HEAD, TAIL, FIRST, LAST))
-    head_rows = kind.entries(head + first, head + last, length=length)
-    tail_rows = kind.entries(tail - last, tail - first, length=length)
-    middle = kind.entries(head + last, head + last + table[:, MIDDLE], length=length)
-    return head_rows + tail_rows + middle
+def runs(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int64 `[runs]`: item, first row and end of each run of rows; of an item, its head rows and
+    its tail rows, or one run where they touch."""
+    _, head, tail, first, last, middle, _, _ = table.T
+    split = tail - last - (head + last) > middle
+    item = np.arange(len(table))
+    start = np.concatenate([head + first, (tail - last)[split]])
+    stop = np.concatenate([np.where(split, head + last, tail - first), (tail - first)[split]])
+    item = np.concatenate([item, item[split]])
+    held = start < stop
+    return item[held], start[held], stop[held]
+
+
+def work(
+    table: np.ndarray, *, layout: Layout, kind: LayerKind, costs: CostTable | None = None
+) -> np.ndarray:
+    """Score entries of each item, or its seconds by a table."""
+    item, start, stop = runs(table)
+    length = layout.lengths[table[item, DOCUMENT]]
+    each = cost(start, stop, length=length, kind=kind, costs=costs)
+    return np.bincount(item, weights=each, minlength=len(table))
+
+
+def cost(
+    start: np.ndarray,
+    stop: np.ndarray,
+    *,
+    length: np.ndarray,
+    kind: LayerKind,
+    costs: CostTable | None,
+) -> np.ndarray:
+    """Score entries of tasks of query rows `[start, stop)`, or their seconds by a table."""
+    entries = kind.entries(start, stop, length=length)
+    if costs is None:
+        return entries
+    low, high = kind.keys_seen_by(start, stop, length=length)
+    return costs.seconds(stop - start, high - low, entries)

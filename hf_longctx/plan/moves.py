@@ -8,6 +8,7 @@ import numpy as np
 from .cost import GRANULE, LayerKind
 from .items import DOCUMENT, FIRST, HEAD, LAST, MIDDLE, SERVER, TAIL, items, work
 from .layout import Layout
+from .measured import CostTable
 
 
 class Moves:
@@ -18,17 +19,27 @@ class Moves:
         kind (`LayerKind`): What a row sees, and its widths, which weigh a move's bytes.
         speed (`np.ndarray`): float64 `[P]`: how fast each process attends.
         linear (`np.ndarray`): float64 `[P]`: work of each process that cannot move.
+        costs (`CostTable`, *optional*): Work is seconds by it; score entries without.
     """
 
     def __init__(
-        self, layout: Layout, *, kind: LayerKind, speed: np.ndarray, linear: np.ndarray
+        self,
+        layout: Layout,
+        *,
+        kind: LayerKind,
+        speed: np.ndarray,
+        linear: np.ndarray,
+        costs: CostTable | None = None,
     ) -> None:
-        self.layout, self.kind = layout, kind
+        self.layout, self.kind, self.costs = layout, kind, costs
         self.table = items(layout)
-        self.work = work(self.table, layout=layout, kind=kind)
+        self.work = self._cost(self.table)
         served = np.bincount(self.table[:, SERVER], weights=self.work, minlength=len(speed))
         self.load = served + linear
         self.share = _shares(served.sum(), speed=speed, linear=linear)
+
+    def _cost(self, table: np.ndarray) -> np.ndarray:
+        return work(table, layout=self.layout, kind=self.kind, costs=self.costs)
 
     def make(
         self,
@@ -57,7 +68,7 @@ class Moves:
         limit = np.minimum(total, np.minimum(surplus, ceiling - self.load[receiver]))
         pairs = rows[:, LAST] - rows[:, FIRST]
         whole = limit >= total
-        per_pair = np.maximum(total / np.maximum(pairs, 1), 1)
+        per_pair = np.maximum(total / np.maximum(pairs, 1), np.finfo(np.float64).tiny)
         touching = rows[:, HEAD] + rows[:, LAST] + rows[:, MIDDLE] == rows[:, TAIL] - rows[:, LAST]
         granule = np.where(touching & fine, GRANULE // 2, GRANULE)
         cut = np.floor(limit / per_pair).astype(np.int64) // granule * granule
@@ -97,20 +108,21 @@ class Moves:
 
     def _give(self, item: int, *, pairs: int, receiver: int) -> None:
         """Let `receiver` serve the inner pairs of an item, or all of it."""
-        donor = int(self.table[item, SERVER])
+        donor, before = int(self.table[item, SERVER]), self.work[item]
         if pairs == self.table[item, LAST] - self.table[item, FIRST]:
             self.table[item, SERVER] = receiver
-            gone = self.work[item]
-        else:
-            moved = self.table[item].copy()
-            moved[FIRST], moved[SERVER] = moved[LAST] - pairs, receiver
-            self.table[item, LAST] -= pairs
-            self.table[item, MIDDLE] = 0
-            self.table = np.concatenate([self.table, moved[None]])
-            gone = work(moved[None], layout=self.layout, kind=self.kind)[0]
-            self.work = np.concatenate([self.work, [gone]])
-            self.work[item] -= gone
-        self.load[donor] -= gone
+            self.load[donor] -= before
+            self.load[receiver] += before
+            return
+        moved = self.table[item].copy()
+        moved[FIRST], moved[SERVER] = moved[LAST] - pairs, receiver
+        self.table[item, LAST] -= pairs
+        self.table[item, MIDDLE] = 0
+        kept, gone = self._cost(np.stack([self.table[item], moved]))
+        self.table = np.concatenate([self.table, moved[None]])
+        self.work = np.append(self.work, gone)
+        self.work[item] = kept
+        self.load[donor] += kept - before
         self.load[receiver] += gone
 
 

@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
+from ..plan.measured import CostTable
 from .halves import say_whole
 from .overrides import WatchedStep
 from .positions import refuse_longer
@@ -23,6 +24,7 @@ _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer co
 class StepsMixin(_Base):
     """Runs a Trainer's steps on shared batches."""
 
+    longctx_costs: CostTable | None
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
     _logged: Tensor  # `_exchanged` at the last log
@@ -44,7 +46,8 @@ class StepsMixin(_Base):
         refuse_longer(batch.layout.lengths.tolist(), limit=self._position_limit)
         if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
-        batch.runtime, batch.speeds = self.longctx_runtime, speeds
+        batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
+        batch.speeds = speeds
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
             digest = batch.digest(self.longctx_attention, kinds)

@@ -26,6 +26,7 @@ from ..support import (
 )
 from .callback import LongCtxCallback
 from .collators import leave_out, refuse_other_targets, say_left_out
+from .costs import shared_costs
 from .evaluation import EvaluationMixin
 from .groups import find_group, join
 from .halves import run_halves
@@ -85,6 +86,9 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
         self.longctx_servers = servers_for(
             self.longctx_runtime, self.longctx_group, self.args, name=self.longctx_attention
+        )
+        self.longctx_costs = shared_costs(
+            self.args, model=self.model, device=self.accelerator.device
         )
         self.add_callback(LongCtxCallback(self))
 

@@ -219,7 +219,7 @@ def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> d
 def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype, *, process: int) -> int:
     """Bytes that a rank's or server's programs send for one batch, over all layers."""
     widths = [layer_widths(config, dtype=dtype) for config in layer_configs(model.config)]
-    plans = {kind: plan for (_, kind, _), plan in batch._plans.items()}
+    plans = {plan.kind: plan for plan in batch._plans.values()}
     programs = [plans[kind].program(process) for kind in layer_kinds(model.config)]
     return sum(map(sent_in_layer, programs, widths))
 
