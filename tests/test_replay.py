@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import replay_cases
+import torch
 from replay_cases import STRIKES, STRUCK
 from train_cases import launch
+
+from hf_longctx.training.groups import MOST_SERVERS, Group, servers_of_a_group
+from hf_longctx.training.replay import ReplayMixin
 
 BESIDE = ("longctx_bytes_moved", "longctx_wait_seconds")  # of all exchanges, also void ones
 DISTURBED = [(case, s) for case, strikes in STRUCK.items() for s in strikes if s != "none"]
@@ -66,3 +71,33 @@ def test_nan_of_another_origin_stays(runs):
 def test_a_server_that_waits_joins_between_two_steps(runs, case):
     joined = [] if case == "own" else [1]  # its only step is the first
     assert all(run["admitted"] == joined for run in runs[case].values())
+
+
+@pytest.mark.parametrize(
+    ("index", "lost", "joining"),
+    [(0, set(), False), (1, {0, 2, 61}, True)],
+    ids=["group0", "group1"],
+)
+def test_all_hear_of_a_loss_but_drop_only_their_own_group_s(index, lost, joining):
+    told = []
+
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        told.append(mine.tolist())
+        return torch.tensor([[0, 0], [0, 0], [1 << 61 | 1, 3], [4, 0]])
+
+    trainer = object.__new__(ReplayMixin)
+    trainer.longctx_group = Group(trainers=4, size=2, index=index, rank=0)
+    trainer.accelerator = SimpleNamespace(device="cpu", gather=gather)
+    servers: Any = SimpleNamespace(lost=frozenset({61, 0}), joining=lambda: 3)
+    news = trainer._tell(servers)
+    assert told == [[[1 << 61 | 1, 3]]]
+    assert news.anywhere and news.mine == lost and news.joining == joining
+
+
+def test_more_servers_than_one_number_names_are_refused():
+    group = Group(trainers=1, size=1, index=0, rank=0)
+    given = SimpleNamespace(longctx_servers=MOST_SERVERS, ddp_timeout=600)
+    assert servers_of_a_group(given, group, name="distca") == MOST_SERVERS
+    given.longctx_servers += 1
+    with pytest.raises(ValueError, match="longctx_servers=63 .* a group has at most 62 servers"):
+        servers_of_a_group(given, group, name="distca")
