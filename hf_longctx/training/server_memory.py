@@ -46,7 +46,11 @@ def _peak(
 ) -> int:
     """Bytes that a server holds of the largest layer, in the worse direction."""
     process = batch.layout.ranks + number
-    programs = {(batch.plan(algorithm, kind).program(process), widths) for kind, widths in layers}
+    programs = {
+        (part.plan(algorithm, kind).program(process), widths)
+        for part in batch.parts
+        for kind, widths in layers
+    }
     return max(
         peak_bytes(program, widths, backward=backward)
         for program, widths in programs
