@@ -93,7 +93,9 @@ def figures(
     planned = time.process_time()
     plan.program(ranks - 1)
     built = time.process_time()
-    moved = traffic(held, plan.tasks, kind=KIND, processes=plan.processes).elements(KIND)
+    moved = traffic(
+        held, plan.tasks, kind=KIND, loans=plan.loans, processes=plan.processes
+    ).elements(KIND)
     gathered = sum(lengths) * (ranks - 1) / ranks * KIND.key_value_width
     document, start, stop = plan.tasks[:, :3].T
     length = held.lengths[document]

@@ -77,6 +77,7 @@ class LongCtxBatch:
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server that this process's channel
             reaches, beside a rank's 1; never pickled, and set anew when a server comes or goes.
+        overlap (`str`, *optional*, defaults to `none`): Of the plans: `none` or `heads`.
         costs (`CostTable`, *optional*): Balances seconds in place of score entries; never pickled,
             and the same on every rank.
     """
@@ -91,12 +92,14 @@ class LongCtxBatch:
     pieces: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     runtime: Any = None
     speeds: tuple[float, ...] = ()
+    overlap: str = "none"
     costs: CostTable | None = None
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "stream", "pieces")
+        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "stream", "pieces",
+                "overlap")  # fmt: skip
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,6 +115,7 @@ class LongCtxBatch:
                 kind=kind,
                 tolerance=self.tolerance,
                 speeds=self.speeds,
+                overlap=self.overlap,
                 costs=self.costs,
             )
         return self._plans[key]

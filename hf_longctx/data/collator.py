@@ -51,6 +51,7 @@ class LongCtxCollator:
         layout (`str`): How documents are cut over the ranks; see `plan.layout.cut`.
         tolerance (`float`): Passed to the plan.
         budget (`int`): Tokens a batch can hold, for the fill.
+        overlap (`str`, *optional*, defaults to `none`): Passed to the plan.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class LongCtxCollator:
     layout: str
     tolerance: float
     budget: int
+    overlap: str = "none"
 
     def __call__(self, items: Sequence[_Item]) -> dict[str, Any]:
         """Inputs of one rank: `input_ids`, `labels`, `shift_labels`, `position_ids`, each int64
@@ -97,6 +99,7 @@ class LongCtxCollator:
             ),
             stream=getattr(documents, "stream", 0),
             pieces=pieces,
+            overlap=self.overlap,
         )
         return inputs
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import LongCtxArguments
+from ..attention.kinds import say_whole_exchanges
 from ..comm.processes import RankPool
 from ..plan.layout import cut
 from ..support import refuse_model
@@ -145,7 +146,7 @@ def verify(
         model (`str`): Checkpoint folder or config JSON.
         name (`str`): Attention name.
         ranks (`int`): Gloo processes to run.
-        arguments (`LongCtxArguments`, *optional*): Layout and tolerance.
+        arguments (`LongCtxArguments`, *optional*): Layout, tolerance and overlap.
         dtype (`str`, *optional*, defaults to `float64`): Of the comparison with the twin.
         checkpointing (`bool`, *optional*): Run both kinds and report the worst of each figure.
         document_lengths (`Sequence[int]`, *optional*): Documents of one batch to use instead of
@@ -172,7 +173,9 @@ def verify(
         dtype=dtype,
         lengths=_lengths(document_lengths, ranks=ranks),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
+        overlap=arguments.plan_overlap(name),
     )
+    say_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
     stock = run_reference(case, name="eager", dtype=torch.float32)
     single = errors(stock, twin)
@@ -204,6 +207,7 @@ def verify(
         **report,
         "ranks": ranks,
         "layout": case.layout,
+        "overlap": arguments.longctx_overlap,
         "logit_columns": len(case.columns),
         "set_to_0": dropout_fields(config),
         "bounds": bounds,
@@ -229,6 +233,7 @@ def _report(
         "bytes_planned": sum(r.bytes_planned for r in results),
         "bytes_sent": sum(r.bytes_sent for r in results),
         "recompute_bytes": sum(r.recompute_bytes for r in both),
+        **({"head_groups": max(r.head_groups for r in results)} if case.overlap == "heads" else {}),
     }
 
 

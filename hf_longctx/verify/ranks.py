@@ -38,6 +38,7 @@ class Case:
         lengths (`tuple[tuple[int, ...], ...]`): Documents of each batch.
         vocab_size (`int`): Ids are drawn below it.
         checkpointing (`str`): `none`, `reentrant` or `nonreentrant`.
+        overlap (`str`): Of the plan.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Case:
     lengths: tuple[tuple[int, ...], ...]
     vocab_size: int
     checkpointing: str = "none"
+    overlap: str = "none"
 
     def documents(self, batch: int) -> list[np.ndarray]:
         """The ids of a batch's documents; the same everywhere."""
@@ -81,6 +83,7 @@ class RankResult:
         grads (`dict[str, Tensor]`): Parameter gradients summed over ranks (rank 0 only).
         leak (`float`): Largest gradient of other documents' logits in a document's embeddings.
         attention_calls, bytes_planned, bytes_sent, recompute_bytes (`int`): Counts of the main run.
+        head_groups (`int`): Groups that an exchange is cut into, at most.
     """
 
     logits: list[Tensor] = field(default_factory=list)
@@ -91,6 +94,7 @@ class RankResult:
     bytes_planned: int = 0
     bytes_sent: int = 0
     recompute_bytes: int = 0
+    head_groups: int = 0
 
 
 def run_rank(context: RankContext, *, case: Case) -> RankResult:
@@ -119,6 +123,8 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.recompute_bytes = runtime.account.recompute_bytes
         result.bytes_sent = runtime.sent_bytes
         result.bytes_planned = sum(_planned(i[KEY], model, dtype) for i in batches)
+        plans = [plan for i in batches for plan in i[KEY]._plans.values()]
+        result.head_groups = max(len(plan.groups) for plan in plans)
         assert all(not i[KEY].saved.results for i in batches), "saved attention was not dropped"
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -136,7 +142,9 @@ def _inputs(case: Case, context: RankContext, runtime: Runtime, index: int) -> d
     rows = layout.flat_rows(context.rank)
     ids = np.concatenate(documents)
     targets = np.concatenate([np.append(d[1:], -100) for d in documents])
-    batch = LongCtxBatch(layout, context.rank, tolerance=case.tolerance, runtime=runtime)
+    batch = LongCtxBatch(
+        layout, context.rank, tolerance=case.tolerance, runtime=runtime, overlap=case.overlap
+    )
     return {
         "input_ids": torch.from_numpy(ids[rows])[None],
         "labels": torch.from_numpy(ids[rows])[None],
