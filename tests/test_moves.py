@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import LENGTHS, WINDOWS, examples
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_longctx.plan.check import check
 from hf_longctx.plan.cost import GRANULE, LayerKind
-from hf_longctx.plan.count import Widths, sent
 from hf_longctx.plan.distca import balance, tasks
 from hf_longctx.plan.layout import Layout, cut
 from hf_longctx.plan.plans import make_plan
@@ -78,20 +74,3 @@ def _work(layout: Layout, table: np.ndarray, *, processes: int) -> np.ndarray:
     of = tasks(table)
     cost = KIND.entries(of[:, 1], of[:, 2], length=layout.lengths[of[:, 0]])
     return np.bincount(of[:, 4], weights=cost, minlength=processes)
-
-
-@given(lengths=LENGTHS, ranks=st.integers(1, 4), window=WINDOWS, causal=st.booleans())
-@examples(40)
-def test_traffic_with_servers_is_what_the_programs_send(
-    lengths: list[int], ranks: int, window: int, causal: bool
-) -> None:
-    kind = LayerKind(window=window, causal=causal, query_width=6, key_value_width=4)
-    widths = Widths(heads=3, kv_heads=1, head_dim=2, value_dim=2, itemsize=1, wide_itemsize=0)
-    held = cut(lengths, ranks=ranks, layout="spread")
-    plan = make_plan("distca", held, kind=kind, tolerance=0.0, speeds=(1.0, 0.5))
-    moved = np.zeros((2, plan.processes), np.int64)
-    for process in range(plan.processes):
-        for peer, size in sent(plan.program(process), widths, backward=False).items():
-            moved[:, [process, peer]] += np.array([[size, 0], [0, size]])
-    counted = traffic(held, plan.tasks, kind=kind, processes=plan.processes).elements(kind)
-    assert counted.tolist() == moved.tolist()

@@ -70,3 +70,18 @@ def cost(
         return entries
     low, high = kind.keys_seen_by(start, stop, length=length)
     return costs.seconds(stop - start, high - low, entries)
+
+
+def cost_over(
+    start: np.ndarray,
+    stop: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    *,
+    length: np.ndarray,
+    kind: LayerKind,
+    costs: CostTable | None,
+) -> np.ndarray:
+    """As `cost`, of query rows `[start, stop)` with keys `[low, high)` alone."""
+    entries = kind.entries_over(start, stop, low, high, length=length)
+    return entries if costs is None else costs.seconds(stop - start, high - low, entries)

@@ -15,7 +15,7 @@ from . import ring, serve
 from .cost import LayerKind, max_over_mean
 from .distca import balance, items, tasks
 from .exchange import ExchangePlan
-from .items import cost
+from .items import cost, cost_over
 from .layout import Layout, cut
 from .measured import CostTable
 from .program import Program
@@ -115,14 +115,20 @@ class Plan:
         """
         by = self.tasks[:, 4 if balanced else 3]
         document, start, stop = self.tasks[:, :3].astype(np.int64).T
-        length = self.layout.lengths[document]
+        length = self.layout.lengths[document].astype(np.int64)
         each = cost(start, stop, length=length, kind=self.kind, costs=self.costs)
         work = np.bincount(by, weights=each, minlength=self.processes)
         if balanced and len(self.loans):
             task, server, low, high = self.loans.astype(np.int64).T
-            start, stop = self.tasks[task, 1:3].astype(np.int64).T
-            length = self.layout.lengths[self.tasks[task, 0]].astype(np.int64)
-            lent = self.kind.entries_over(start, stop, low, high, length=length)
+            lent = cost_over(
+                start[task],
+                stop[task],
+                low,
+                high,
+                length=length[task],
+                kind=self.kind,
+                costs=self.costs,
+            )
             work += np.bincount(server, weights=lent, minlength=self.processes)
             work -= np.bincount(self.tasks[task, 4], weights=lent, minlength=self.processes)
         return work
@@ -187,9 +193,8 @@ def make_plan(
     else:
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
     balanced, loans = tasks(table), NO_LOANS
-    # None where nothing shall move, or where seconds are balanced: loans are weighed in entries.
-    if algorithm == "distca" and tolerance < float("inf") and costs is None:
-        loans = lend(layout, balanced, kind=kind, tolerance=tolerance, speeds=speeds)
+    if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
+        loans = lend(layout, balanced, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
     return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap, costs)
 
 
