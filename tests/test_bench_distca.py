@@ -1,0 +1,131 @@
+"""The bench of `distca` at tiny sizes: counts, bytes, balance, equal results; never times."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from hf_longctx.bench import distca, tables
+from hf_longctx.bench.common import Shape
+from hf_longctx.bench.sides import RankRun, gain, lost, step
+from hf_longctx.bench.stretches import Stretch, assemble
+
+if TYPE_CHECKING:
+    from hf_longctx.comm.processes import RankPool
+
+TINY = Shape(layers=2, hidden=32, mlp=48, heads=2, kv_heads=1, head_dim=16, vocabulary=64)
+PUBLISHED = (8192,) + (256,) * 32
+OUT, BACK = ((0, 1, 0),), ((1, 0, 0),)  # a message from rank 0 to rank 1, and its answer
+
+
+def stretch(event: str, cpu: float, *, messages=(), at: float = 0.0, until: float = 0.0) -> Stretch:
+    return Stretch(event, messages, cpu, at, until, 0)
+
+
+def test_distca_sides_compute_the_same_and_send_what_is_planned(rank_pool: RankPool) -> None:
+    lengths = (1024,) + (128,) * 8
+    found = distca.run(shape=TINY, lengths=lengths, rounds=1, table=0, pool=rank_pool)
+    assert (found["documents"], found["tokens"]) == (9, 2048)
+    assert found["loss_error"] < 1e-6
+    assert found["grad_error"] < 1e-4
+    assert found["bytes_sent"] == found["bytes_planned"] > 0
+    assert found["attention_max_over_mean"] < found["attention_max_over_mean_static"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_distca_case_is_uneven_and_planned_within_the_tolerance() -> None:
+    plan, static = (distca.sides(PUBLISHED)[name].plan(Shape()) for name in ("ours", "static"))
+    assert [plan.layout.rows(rank) for rank in range(2)] == [8192, 8192]
+    assert static.attention_max_over_mean() > 1.9
+    assert plan.attention_max_over_mean(balanced=False) == static.attention_max_over_mean()
+    assert plan.attention_max_over_mean() <= 1.05
+
+
+def test_a_step_is_put_together_from_the_best_stretches() -> None:
+    """Rank 1 works for rank 0, which waits: in one round rank 1 was slow, in the other rank 0."""
+
+    def rank0(own: float, *, at: float) -> list[Stretch]:
+        return [
+            stretch("post", own, messages=OUT, at=at),
+            stretch("post", 0.0, messages=BACK, at=at),
+            stretch("start", 0.0),
+            stretch("stop", 1.0),
+            stretch("wait", 0.0, messages=BACK, at=at + 1, until=at + 9),
+            stretch("end", 0.5),
+        ]
+
+    def rank1(served: float, *, came: float, at: float) -> list[Stretch]:
+        return [
+            stretch("post", 0.0, messages=OUT),
+            stretch("wait", 0.0, messages=OUT, until=came),
+            stretch("start", 0.0),
+            stretch("stop", served),
+            stretch("post", 0.25, messages=BACK, at=at),
+            stretch("end", 0.0),
+        ]
+
+    # the message out takes 0.5 after its post at 2, or 0.75 after that at 5; the answer 0.125 after
+    # its post at 10.875, and 1 after that at 13
+    rounds = [[rank0(2.0, at=2.0), rank0(5.0, at=5.0)], [[], []]]
+    rounds[1] = [rank1(9.0, came=2.5, at=10.875), rank1(4.0, came=5.75, at=13.0)]
+    first, second = assemble(rounds)
+    assert second.waiting == 2.0 + 0.5  # until rank 0, at its best, has posted, and the way
+    assert second.total == 2.5 + 4.0 + 0.25
+    assert first.waiting == second.total + 0.125 - 3.0
+    assert (first.attending, first.working) == (1.0, 2.5)
+    assert first.total == second.total + 0.125 + 0.5
+
+
+def test_an_exchange_that_was_always_there_took_no_time() -> None:
+    waits = [stretch("post", 1.0, messages=OUT, at=1.0), stretch("wait", 2.0, messages=OUT)]
+    assert [rank.waiting for rank in assemble([[waits], [waits]])] == [0.0, 0.0]
+
+
+def test_gain_and_what_is_lost_from_known_seconds() -> None:
+    def run(static: tuple[float, float], ours: tuple[float, float], wait: float) -> RankRun:
+        sides = {"static": (*static, 0.0), "ours": (*ours, wait)}
+        rounds = {
+            name: [[stretch("start", working), stretch("stop", attending)]]
+            for name, (working, attending, _) in sides.items()
+        }
+        return RankRun(rounds, {name: [1.0] for name in sides})
+
+    runs = [run((6.0, 8.0), (6.5, 5.25), 0.0), run((5.0, 2.0), (6.0, 5.0), 0.0)]
+    static, ours = step(runs, "static"), step(runs, "ours")
+    assert (static.seconds, static.ideal_seconds, ours.seconds) == (14.0, 11.0, 11.75)
+    assert gain(static, ours) == 0.75
+    assert lost(static, ours) == {"attention": 0.25, "packing": 0.5, "waiting": 0.0}
+
+
+def test_seeds_of_the_table_offer_the_speedup_by_their_multiplications() -> None:
+    shape = distca.SHAPE
+    found = [seed for seed, _ in zip(tables.seeds(shape), range(5), strict=False)]
+    assert found == [20, 37, 39, 62, 82]
+    for seed in found:
+        packs = tables.packs(seed)
+        assert [sum(pack) for pack in packs] == [8192, 8192]
+        work = [shape.operations(pack) for pack in packs]
+        assert 2 * max(work) / sum(work) >= 1.3
+
+
+def test_sides_of_the_table_share_documents_and_even_attention_out() -> None:
+    shape = distca.SHAPE
+    sides = tables.sides(sum(tables.packs(37), []), shape=shape)
+    assert len({tuple(side.layout.lengths) for side in sides.values()}) == 1
+    even = {name: side.plan(shape).attention_max_over_mean() for name, side in sides.items()}
+    assert even["static"] > 1.7
+    assert max(even["ours"], even["ours_contiguous"]) <= 1.05
+    assert max(even["ring"], even["gather"]) < 1.001
+    assert 1.05 < even["repacked"] < even["static"]
+    assert sides["static"].bytes_planned(shape) == sides["repacked"].bytes_planned(shape) == 0
+    repacked = sides["repacked"].layout
+    assert len(repacked.columns) == len(repacked.lengths)  # whole documents
+
+
+def test_table_sides_compute_the_same(rank_pool: RankPool) -> None:
+    found = tables.measure(rank_pool, shape=TINY, wanted=1, rounds=1, tokens=512)
+    for row in found["by_seed"].values():
+        assert row["loss_error"] < 1e-6
+        assert row["grad_error"] < 1e-4
+        assert row["bytes_sent_ours"] > 0
+    json.dumps(found, allow_nan=False)
