@@ -20,7 +20,7 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_layout": ("auto", "contiguous", "zigzag", "spread"),
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
-    "longctx_overlap": ("none",),
+    "longctx_overlap": ("none", "pingpong"),
     "longctx_servers": (0,),
     "longctx_server_devices": (None,),
     "longctx_server_timeout": (30.0,),

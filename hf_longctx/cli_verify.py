@@ -12,7 +12,8 @@ from typing import Any
 
 from .cli_common import add_json, progress, show
 
-VERIFIED = ("longctx_layout", "longctx_tolerance")  # flags whose values change what verify runs
+# Flags whose values change what verify runs.
+VERIFIED = ("longctx_layout", "longctx_tolerance", "longctx_overlap")
 
 
 def add_verify(commands: Any) -> None:

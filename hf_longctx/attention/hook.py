@@ -173,12 +173,13 @@ def _with_batch(
     program = batch.plan(algorithm, kind).program(batch.rank)
     account, name = runtime.account, getattr(module, "layer_idx", id(module))
     recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
-    layer = Layer(program, runtime.channel, scoring, account)
+    layer = Layer(program, runtime.channel, scoring, account, half=batch.half)
     before = runtime.sent_bytes
     if recompute:
         layer.saved = batch.saved.take(name)
     else:
         layer.forget = lambda: batch.saved.drop(name)
+        layer.turn = batch.turn
     out, lse = attend(layer, *rows, sinks=sinks)
     if recompute:
         account.recomputed += 1

@@ -6,7 +6,7 @@ again, and what ties it to a process (channel, saved tensors) stays behind.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ..plan.cost import LayerKind
+from ..plan.halves import Halves
 from ..plan.layout import Layout
 from ..plan.plans import Plan, make_plan
 
@@ -76,6 +77,11 @@ class LongCtxBatch:
         runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server that this process's channel
             reaches, beside a rank's 1; never pickled, and set anew when a server comes or goes.
+        halves (`tuple[LongCtxBatch, ...]`, *optional*): Two batches that run in its place and take
+            turns; this rank's rows of the first lie before those of the second.
+        half (`int`, *optional*, defaults to 0): Which half of another batch this one is.
+        turn (`Callable`, *optional*): Hands over to the other half, while a forward of both runs;
+            never pickled.
     """
 
     layout: Layout
@@ -88,15 +94,25 @@ class LongCtxBatch:
     pieces: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     runtime: Any = None
     speeds: tuple[float, ...] = ()
+    halves: tuple["LongCtxBatch", ...] = ()
+    half: int = 0
+    turn: Callable[[], None] | None = None
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[str, LayerKind, tuple[float, ...]], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "rank", "tolerance", "budget", "filler", "contents", "stream", "pieces")
-        return {name: getattr(self, name) for name in kept}
+        tied = ("runtime", "speeds", "turn", "saved", "_plans")
+        return {name: value for name, value in vars(self).items() if name not in tied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def parts(self) -> tuple["LongCtxBatch", ...]:
+        """What runs: the halves, tied to what this batch is tied to, or else the batch itself."""
+        for half in self.halves:
+            half.runtime, half.speeds = self.runtime, self.speeds
+        return self.halves or (self,)
 
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
         """The plan for layers of one kind; made on first use, the same on every rank."""
@@ -111,7 +127,8 @@ class LongCtxBatch:
         """One non-negative int64 that stands for the documents and for the plans of layer kinds."""
         number = self.contents
         for kind in kinds:
-            number ^= self.plan(algorithm, kind).digest
+            for part in self.parts:  # shifted, so that two equal halves do not cancel out
+                number ^= part.plan(algorithm, kind).digest >> part.half
         return number
 
     def places(self) -> np.ndarray:
@@ -124,3 +141,11 @@ class LongCtxBatch:
         places = begins[np.repeat(documents, [s.stop - s.start for s in segments])]
         places[:, 1] += self.layout.positions(self.rank)
         return places
+
+
+def halved(halves: Halves, rank: int, *, tolerance: float) -> tuple[LongCtxBatch, LongCtxBatch]:
+    """The batch objects of a batch's halves, as `rank` sees them."""
+    first, second = (
+        LongCtxBatch(part, rank, tolerance=tolerance, half=i) for i, part in enumerate(halves.parts)
+    )
+    return first, second

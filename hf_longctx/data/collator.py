@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ..plan.halves import halve
 from ..plan.layout import cut
-from .batch import KEY, LongCtxBatch
+from .batch import KEY, LongCtxBatch, halved
 from .packing import Pack, Piece
 from .targets import IGNORE, piece_targets
 
@@ -51,6 +52,8 @@ class LongCtxCollator:
         layout (`str`): How documents are cut over the ranks; see `plan.layout.cut`.
         tolerance (`float`): Passed to the plan.
         budget (`int`): Tokens a batch can hold, for the fill.
+        halves (`bool`, *optional*, defaults to `False`): Make two halves of each batch that can be
+            split; see `plan.halves.halve`.
     """
 
     rank: int
@@ -58,6 +61,7 @@ class LongCtxCollator:
     layout: str
     tolerance: float
     budget: int
+    halves: bool = False
 
     def __call__(self, items: Sequence[_Item]) -> dict[str, Any]:
         """Inputs of one rank: `input_ids`, `labels`, `shift_labels`, `position_ids`, each int64
@@ -70,7 +74,8 @@ class LongCtxCollator:
         filler = max(0, self.ranks - sum(lengths))
         if filler:
             lengths.append(filler)
-        layout = cut(lengths, ranks=self.ranks, layout=self.layout)
+        halves = self.halves and halve(lengths, ranks=self.ranks, layout=self.layout)
+        layout = halves.whole if halves else cut(lengths, ranks=self.ranks, layout=self.layout)
         columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": [], "shift_labels": []}
         segments = layout.of_rank(self.rank)
         held = {
@@ -97,6 +102,7 @@ class LongCtxCollator:
             ),
             stream=getattr(documents, "stream", 0),
             pieces=pieces,
+            halves=halved(halves, self.rank, tolerance=self.tolerance) if halves else (),
         )
         return inputs
 

@@ -97,7 +97,7 @@ class Layout:
         return sum(len({s.rank for s in held}) > 1 for held in self.by_document.values())
 
 
-def cut(lengths: Sequence[int], *, ranks: int, layout: str) -> Layout:
+def cut(lengths: Sequence[int], *, ranks: int, layout: str, odd: int = 0) -> Layout:
     """Cut documents over ranks.
 
     Args:
@@ -106,6 +106,8 @@ def cut(lengths: Sequence[int], *, ranks: int, layout: str) -> Layout:
         layout (`str`): `contiguous` (documents end to end, cut in equal parts), `zigzag` (every
             document head-tail over all ranks) or `spread` (long documents head-tail over several
             ranks, as wide as balances attention, the rest whole, and cut where none has room).
+        odd (`int`, *optional*, defaults to 0): Where tokens that do not divide begin to go, one to
+            a rank: at rank `odd % ranks`.
 
     Raises:
         ValueError: on an unknown layout, fewer than one rank, no document or an empty document.
@@ -117,7 +119,7 @@ def cut(lengths: Sequence[int], *, ranks: int, layout: str) -> Layout:
     if not len(lengths) or min(lengths) < 1:
         raise ValueError(f"a batch needs documents of at least one token, got lengths {lengths}")
     total = int(sum(lengths))
-    room = [total // ranks + (r < total % ranks) for r in range(ranks)]
+    room = [total // ranks + ((r - odd) % ranks < total % ranks) for r in range(ranks)]
     place = {"contiguous": _contiguous, "zigzag": _zigzag, "spread": spread}[layout]
     shares = np.asarray(list(place(list(map(int, lengths)), list(room))), np.int64)
     rank, document, start, stop = shares[np.lexsort(shares.T[[2, 1, 0]])].T

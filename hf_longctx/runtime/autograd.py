@@ -35,6 +35,8 @@ class Layer:
         saved (`tuple[Tensor, Tensor]`, *optional*): `(out, lse)` of the first forward, in a
             recompute.
         forget (`Callable`, *optional*): Called when backward starts: saved results can go.
+        half (`int`, *optional*, defaults to 0): Which half of a batch this is.
+        turn (`Callable`, *optional*): Hands over to the other half, in a forward of both.
     """
 
     program: Program
@@ -43,6 +45,8 @@ class Layer:
     account: Account
     saved: tuple[Tensor, Tensor] | None = None
     forget: Callable[[], None] | None = None
+    half: int = 0
+    turn: Callable[[], None] | None = None
     run: Execution | None = None
 
     def start(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, backward: bool) -> Execution:
@@ -69,6 +73,8 @@ class Layer:
     def advance(self, phase: int) -> None:
         """Run one phase of the direction under way."""
         assert self.run is not None
+        if self.half != self.account.half:
+            self.account.half, self.account.switches = self.half, self.account.switches + 1
         drive(self.run.phase(phase), self.account)
 
     def finish(self) -> Execution:
@@ -161,11 +167,20 @@ def attend(
         `out [T, H, V]` in that dtype, differentiable, and `lse [T, H, 1]` (float32 or wider).
     """
     given = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_THD, k_TKD, v_TKD)]
-    phases = len(layer.program.forward)
-    token = _Phase.apply(layer, 0, phases, sinks if phases == 1 else None, *given)
+    phases, turn = len(layer.program.forward), layer.turn or _nobody
+    if phases == 1:
+        turn()  # as often as on ranks that exchange something, so that all post in one order
+        result = _Phase.apply(layer, 0, phases, sinks, *given)
+        turn()
+        return result
+    token = _Phase.apply(layer, 0, phases, None, *given)
     rows = [t.detach() for t in given]
     for index in range(1, phases - 1):
+        turn()
         token = _Phase.apply(layer, index, phases, None, token)
-    if phases > 1:
-        token = _Phase.apply(layer, phases - 1, phases, sinks, token, *rows)
-    return token
+    turn()
+    return _Phase.apply(layer, phases - 1, phases, sinks, token, *rows)
+
+
+def _nobody() -> None:
+    """Nobody to hand over to."""

@@ -98,6 +98,8 @@ class Account:
         attending (`float`): Seconds in attention kernels, by `clock`.
         peak_bytes (`int`): Largest sum of live transient arrays in one layer.
         layers (`set[int]`): Layers that called.
+        half (`int`): Half of a batch that ran last.
+        switches (`int`): How often one half's phase came after the other's.
         clock (`Callable`): Reads seconds; a benchmark may count those of its own process only.
     """
 
@@ -108,6 +110,8 @@ class Account:
     attending: float = 0.0
     peak_bytes: int = 0
     layers: set[int] = field(default_factory=set)
+    half: int = 0
+    switches: int = 0
     clock: Callable[[], float] = time.perf_counter
 
 

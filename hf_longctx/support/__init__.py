@@ -5,6 +5,7 @@ Floor: support. Nothing is ever downgraded in silence.
 
 from .calls import CALL_KEYWORDS, refuse_call
 from .given import refuse_given
+from .overlap import PINGPONG_RULES, refuse_pingpong
 from .probed import PROBE_RULES
 from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, model_problems, refuse_model
 from .table import table
@@ -16,6 +17,7 @@ __all__ = [
     "CALL_KEYWORDS",
     "MODEL_RULES",
     "NAMES",
+    "PINGPONG_RULES",
     "PLANNED_NAMES",
     "PROBE_RULES",
     "WRAPPER_RULES",
@@ -25,6 +27,7 @@ __all__ = [
     "refuse_call",
     "refuse_given",
     "refuse_model",
+    "refuse_pingpong",
     "refuse_wrappers",
     "table",
 ]

@@ -34,12 +34,14 @@ class Rule:
         found (`Callable[[Any], object]`): Looks at the subject; the value it refuses, else `None`.
         rule (`str`): Why it is refused.
         remedy (`str`): What the user can do.
+        names (`tuple[str, ...]`, *optional*): The attention names that it refuses; all by default.
     """
 
     feature: str
     found: Callable[[Any], object]
     rule: str
     remedy: str
+    names: tuple[str, ...] = NAMES
 
     def message(self, value: object) -> str:
         """Value, rule and remedy in one line."""

@@ -3,6 +3,7 @@
 Floor: support.
 """
 
+from .overlap import PINGPONG_RULES
 from .probed import PROBE_RULES
 from .rules import MODEL_RULES, NAMES
 from .training import ARGUMENT_RULES
@@ -25,7 +26,7 @@ def table() -> str:
         "float32, bf16, float64 on CPU with gloo",
     )
     lines += [f"| {feature} |" + " yes |" * len(NAMES) + " |" for feature in works]
-    for rule in (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES, *WRAPPER_RULES):
-        why = f"{rule.rule}; {rule.remedy}"
-        lines.append(f"| {rule.feature} |" + " refused |" * len(NAMES) + f" {why} |")
+    for rule in (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES, *WRAPPER_RULES, *PINGPONG_RULES):
+        cells = "".join(" refused |" if name in rule.names else " yes |" for name in NAMES)
+        lines.append(f"| {rule.feature} |{cells} {rule.rule}; {rule.remedy} |")
     return "\n".join(lines)

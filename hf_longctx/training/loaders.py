@@ -220,6 +220,7 @@ class Loaders:
             layout=LongCtxArguments.layout_for(arguments, name),  # fields may be attached
             tolerance=arguments.longctx_tolerance,
             budget=self.budget,
+            halves=training and arguments.longctx_overlap == "pingpong",  # nothing overlaps alone
         )
         source = self.source(dataset, training=training)
         if isinstance(source, PackStream):

@@ -25,6 +25,7 @@ class StepReport:
             server, added up over layers and batches: ranks meet in every layer, so an uneven batch
             is not made good by the next one.
         mean (`float`): Those of the mean rank.
+        batches, halved (`int`): Micro-batches, and those that ran as two halves.
     """
 
     tokens: int = 0
@@ -33,18 +34,23 @@ class StepReport:
     busiest_before: float = 0.0
     busiest_after: float = 0.0
     mean: float = 0.0
+    batches: int = 0
+    halved: int = 0
 
     def add(self, batch: LongCtxBatch, *, algorithm: str, kinds: Sequence[LayerKind]) -> None:
         """Count one micro-batch, with the kind of each layer."""
         self.tokens += int(batch.layout.lengths.sum()) - batch.filler
         self.budget += batch.budget
         self.spanning += batch.layout.spanning_documents
+        self.batches += 1
+        self.halved += bool(batch.halves)
         for kind in set(kinds):
-            plan, layers = batch.plan(algorithm, kind), kinds.count(kind)
-            work = plan.work(balanced=True)
-            self.busiest_before += layers * float(plan.work(balanced=False).max())
-            self.busiest_after += layers * float(work.max())
-            self.mean += layers * float(work.mean())
+            for part in batch.parts:
+                plan, layers = part.plan(algorithm, kind), kinds.count(kind)
+                work = plan.work(balanced=True)
+                self.busiest_before += layers * float(plan.work(balanced=False).max())
+                self.busiest_after += layers * float(work.max())
+                self.mean += layers * float(work.mean())
 
     def of_all_groups(self, accelerator: Any, *, ranks: int) -> "StepReport":
         """Sums over the groups, with the busiest rank of any; a collective call of all trainers.
@@ -56,10 +62,12 @@ class StepReport:
         mine = torch.tensor(astuple(self), dtype=torch.float64, device=accelerator.device)
         columns = accelerator.gather(mine[None])[::ranks].T.cpu()
         tokens, budget, spanning = (int(column.sum()) for column in columns[:3])
-        before, after, mean = columns[3:]
+        before, after, mean = columns[3:6]
+        batches, halved = (int(column.sum()) for column in columns[6:])
         return StepReport(
-            tokens, budget, spanning, float(before.max()), float(after.max()), float(mean.mean())
-        )
+            tokens, budget, spanning, float(before.max()), float(after.max()), float(mean.mean()),
+            batches, halved,
+        )  # fmt: skip
 
     def logs(self) -> dict[str, float]:
         """Log entries: tokens, fill, and attention max/mean before and after balancing."""

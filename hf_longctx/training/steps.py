@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from ..attention.kinds import layer_kinds
 from ..data.batch import KEY, LongCtxBatch
+from .halves import say_whole
 from .overrides import WatchedStep
 from .positions import refuse_longer
 from .report import StepReport, summary
@@ -56,6 +57,8 @@ class StepsMixin(_Base):
         batch = self._bind(inputs)
         kinds = layer_kinds(self.model.config)
         self._report.add(batch, algorithm=self.longctx_attention, kinds=kinds)
+        if self.args.longctx_overlap == "pingpong" and self.args.process_index == 0:
+            say_whole(batch)
         self._watched = watched = WatchedStep.begin(self, inputs)
         try:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
@@ -83,6 +86,8 @@ class StepsMixin(_Base):
             report = self._report.of_all_groups(self.accelerator, ranks=self.longctx_group.size)
             self._spanning += report.spanning
             logs = {**logs, **report.logs(), **self._moved()}
+            if self.args.longctx_overlap == "pingpong":
+                logs["longctx_halved"] = round(report.halved / report.batches, 4)
             self._report = StepReport()
         super().log(logs, *args, **kwargs)
 

@@ -14,11 +14,19 @@ from transformers import Trainer
 from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
-from ..support import NAMES, refuse_arguments, refuse_given, refuse_model, refuse_wrappers
+from ..support import (
+    NAMES,
+    refuse_arguments,
+    refuse_given,
+    refuse_model,
+    refuse_pingpong,
+    refuse_wrappers,
+)
 from .callback import LongCtxCallback
 from .collators import leave_out, refuse_other_targets, say_left_out
 from .evaluation import EvaluationMixin
 from .groups import find_group, join
+from .halves import run_halves
 from .loaders import Loaders
 from .loss import refuse_other_losses
 from .overrides import refuse_shadowed_loaders
@@ -105,6 +113,9 @@ class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
                 "be a mean over all trainers' tokens; use a model whose loss takes it"
             )
         probe(self.model, name=self.longctx_attention)
+        if self.args.longctx_overlap == "pingpong":
+            refuse_pingpong(self.longctx_attention, trainer=self)
+            run_halves(self.model)
         self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:

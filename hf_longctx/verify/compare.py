@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..arguments import LongCtxArguments
 from ..comm.processes import RankPool
-from ..plan.layout import cut
-from ..support import refuse_model
+from ..support import refuse_model, refuse_pingpong
 from .ranks import Case, RankResult, run_rank
 from .twins import (
     DTYPES,
@@ -83,8 +82,8 @@ def run_reference(case: Case, *, name: str, dtype: torch.dtype) -> Reference:
 def _gather(case: Case, results: list[RankResult]) -> Reference:
     """The ranks' results in document order."""
     logits = []
-    for batch, lengths in enumerate(case.lengths):
-        layout = cut(lengths, ranks=len(results), layout=case.layout)
+    for batch in range(len(case.lengths)):
+        layout, _ = case.cut(batch, ranks=len(results))
         rows = torch.cat([r.logits[batch] for r in results])
         logits.append(rows[torch.from_numpy(layout.inverse())])
     return Reference(logits, sum(r.loss for r in results), results[0].grads)
@@ -145,7 +144,7 @@ def verify(
         model (`str`): Checkpoint folder or config JSON.
         name (`str`): Attention name.
         ranks (`int`): Gloo processes to run.
-        arguments (`LongCtxArguments`, *optional*): Layout and tolerance.
+        arguments (`LongCtxArguments`, *optional*): Layout, tolerance and overlap.
         dtype (`str`, *optional*, defaults to `float64`): Of the comparison with the twin.
         checkpointing (`bool`, *optional*): Run both kinds and report the worst of each figure.
         document_lengths (`Sequence[int]`, *optional*): Documents of one batch to use instead of
@@ -164,6 +163,8 @@ def verify(
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
+    if arguments.longctx_overlap == "pingpong":
+        refuse_pingpong(name)
     case = Case(
         model=model,
         name=name,
@@ -172,6 +173,7 @@ def verify(
         dtype=dtype,
         lengths=_lengths(document_lengths, ranks=ranks),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
+        halves=arguments.longctx_overlap == "pingpong",
     )
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
     stock = run_reference(case, name="eager", dtype=torch.float32)
@@ -229,6 +231,7 @@ def _report(
         "bytes_planned": sum(r.bytes_planned for r in results),
         "bytes_sent": sum(r.bytes_sent for r in results),
         "recompute_bytes": sum(r.recompute_bytes for r in both),
+        **({"switches": sum(r.switches for r in results)} if case.halves else {}),
     }
 
 

@@ -16,10 +16,12 @@ import hf_longctx.attention.register as registry
 
 from ..attention.kinds import layer_configs, layer_kinds, layer_widths
 from ..comm.processes import RankContext
-from ..data.batch import KEY, LongCtxBatch
+from ..data.batch import KEY, LongCtxBatch, halved
 from ..plan.count import sent_in_layer
-from ..plan.layout import cut
+from ..plan.halves import Halves, halve
+from ..plan.layout import Layout, cut
 from ..runtime.binding import Runtime
+from ..training.halves import run_halves
 from .twins import DTYPES, backward, build, precision
 
 COLUMNS = 4096  # logits of a row that are kept; all 150,000 of a large vocabulary fill the memory
@@ -38,6 +40,7 @@ class Case:
         lengths (`tuple[tuple[int, ...], ...]`): Documents of each batch.
         vocab_size (`int`): Ids are drawn below it.
         checkpointing (`str`): `none`, `reentrant` or `nonreentrant`.
+        halves (`bool`): Run each batch that can be split as two halves in turns.
     """
 
     model: str
@@ -48,6 +51,14 @@ class Case:
     lengths: tuple[tuple[int, ...], ...]
     vocab_size: int
     checkpointing: str = "none"
+    halves: bool = False
+
+    def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
+        """How a batch is cut over the ranks, and its halves, where it has any."""
+        lengths = self.lengths[batch]
+        halves = halve(lengths, ranks=ranks, layout=self.layout) if self.halves else None
+        layout = halves.whole if halves else cut(lengths, ranks=ranks, layout=self.layout)
+        return layout, halves
 
     def documents(self, batch: int) -> list[np.ndarray]:
         """The ids of a batch's documents; the same everywhere."""
@@ -80,7 +91,8 @@ class RankResult:
         loss (`float`): This rank's share of the loss.
         grads (`dict[str, Tensor]`): Parameter gradients summed over ranks (rank 0 only).
         leak (`float`): Largest gradient of other documents' logits in a document's embeddings.
-        attention_calls, bytes_planned, bytes_sent, recompute_bytes (`int`): Counts of the main run.
+        attention_calls, bytes_planned, bytes_sent, recompute_bytes, switches (`int`): Counts of the
+            main run.
     """
 
     logits: list[Tensor] = field(default_factory=list)
@@ -91,6 +103,7 @@ class RankResult:
     bytes_planned: int = 0
     bytes_sent: int = 0
     recompute_bytes: int = 0
+    switches: int = 0
 
 
 def run_rank(context: RankContext, *, case: Case) -> RankResult:
@@ -104,6 +117,8 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         enable = enable or model.gradient_checkpointing_enable  # before Transformers 5.24
         enable({"use_reentrant": case.checkpointing == "reentrant"})
         model.enable_input_require_grads()
+    if case.halves:
+        run_halves(model)
     result, runtime = RankResult(), Runtime(channel=context.channel)
     with precision(dtype):
         losses = []
@@ -118,8 +133,10 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.attention_calls = runtime.account.calls
         result.recompute_bytes = runtime.account.recompute_bytes
         result.bytes_sent = runtime.sent_bytes
-        result.bytes_planned = sum(_planned(i[KEY], model, dtype) for i in batches)
-        assert all(not i[KEY].saved.results for i in batches), "saved attention was not dropped"
+        result.switches = runtime.account.switches
+        parts = [part for inputs in batches for part in inputs[KEY].parts]
+        result.bytes_planned = sum(_planned(part, model, dtype) for part in parts)
+        assert all(not part.saved.results for part in parts), "saved attention was not dropped"
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             grad = grad.to(torch.promote_types(dtype, torch.float32), copy=True)
@@ -132,11 +149,13 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
 
 def _inputs(case: Case, context: RankContext, runtime: Runtime, index: int) -> dict[str, Any]:
     documents = case.documents(index)
-    layout = cut(case.lengths[index], ranks=context.ranks, layout=case.layout)
+    layout, halves = case.cut(index, ranks=context.ranks)
     rows = layout.flat_rows(context.rank)
     ids = np.concatenate(documents)
     targets = np.concatenate([np.append(d[1:], -100) for d in documents])
     batch = LongCtxBatch(layout, context.rank, tolerance=case.tolerance, runtime=runtime)
+    if halves:
+        batch.halves = halved(halves, context.rank, tolerance=case.tolerance)
     return {
         "input_ids": torch.from_numpy(ids[rows])[None],
         "labels": torch.from_numpy(ids[rows])[None],
