@@ -19,7 +19,7 @@ OUT, BACK = ((0, 1, 0),), ((1, 0, 0),)  # a message from rank 0 to rank 1, and i
 
 
 def stretch(event: str, cpu: float, *, messages=(), at: float = 0.0, until: float = 0.0) -> Stretch:
-    return Stretch(event, messages, cpu, at, until, 0)
+    return Stretch(event, messages, cpu, 0.0, at, until, 0)
 
 
 def test_distca_sides_compute_the_same_and_send_what_is_planned(rank_pool: RankPool) -> None:

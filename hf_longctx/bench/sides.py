@@ -16,13 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.processes import RankContext
-from ..data.batch import KEY, LongCtxBatch
+from ..data.batch import KEY, LongCtxBatch, halved
 from ..plan.cost import LayerKind
 from ..plan.count import Widths, sent_in_layer
+from ..plan.halves import Halves
 from ..plan.layout import Layout
 from ..plan.plans import Plan, make_plan
 from ..runtime.binding import Runtime
 from ..runtime.executor import Account
+from ..training.halves import run_halves
 from .common import Shape, differentiate, gradient_error, gradients, inputs, keep_pages
 from .stretches import Recorder, Rounds, Seconds, Stretch, assemble
 
@@ -38,23 +40,36 @@ class Side:
         attention (`str`, *optional*, defaults to `"distca"`): The attention name.
         tolerance (`float`, *optional*): What is moved; by default nothing but keys that a rank
             lacks.
+        overlap (`str`, *optional*, defaults to `"none"`): Of the plans: `none` or `heads`.
+        halves (`Halves`, *optional*): Run the batch as these halves in turns; `layout` is their
+            whole.
         filled (`bool`, *optional*): Send nothing; what is due arrives at once, as zeros.
     """
 
     layout: Layout
     attention: str = "distca"
     tolerance: float = STATIC
+    overlap: str = "none"
+    halves: Halves | None = None
     filled: bool = False
 
-    def plan(self, shape: Shape) -> Plan:
-        """The plan of every layer."""
+    def plan(self, shape: Shape, *, layout: Layout | None = None) -> Plan:
+        """The plan of every layer, for all documents or for those of another layout."""
         keys = shape.kv_heads * shape.head_dim
         kind = LayerKind(query_width=shape.heads * shape.head_dim, key_value_width=2 * keys)
-        return make_plan(self.attention, self.layout, kind=kind, tolerance=self.tolerance)
+        return make_plan(self.attention, layout or self.layout, kind=kind, tolerance=self.tolerance)
+
+    def batch(self, rank: int, *, runtime: Runtime) -> LongCtxBatch:
+        """What the model is given."""
+        batch = LongCtxBatch(self.layout, rank, tolerance=self.tolerance, runtime=runtime)
+        if self.halves:
+            batch.halves = halved(self.halves, rank, tolerance=self.tolerance)
+        return batch
 
     def bytes_planned(self, shape: Shape) -> int:
         """Bytes that all ranks send in one step."""
-        plan = self.plan(shape)
+        layouts = self.halves.parts if self.halves else (self.layout,)
+        plans = [self.plan(shape, layout=layout) for layout in layouts]
         widths = Widths(
             heads=shape.heads,
             kv_heads=shape.kv_heads,
@@ -62,7 +77,9 @@ class Side:
             value_dim=shape.head_dim,
         )
         return shape.layers * sum(
-            sent_in_layer(plan.program(rank), widths) for rank in range(self.layout.ranks)
+            sent_in_layer(plan.program(rank), widths)
+            for plan in plans
+            for rank in range(self.layout.ranks)
         )
 
 
@@ -91,6 +108,7 @@ def run_rank(
     run = RankRun({name: [] for name in sides}, {name: [] for name in sides})
     run.allocator = keep_pages()
     model = shape.model()
+    run_halves(model)
     right: tuple[float, list[Tensor]] | None = None
     for number in range(rounds):
         for name, side in sides.items():
@@ -98,9 +116,7 @@ def run_rank(
             model.zero_grad()
             recorder = Recorder(context.channel, filled=side.filled)
             runtime = Runtime(channel=recorder, account=Account(clock=recorder.clock))
-            batch = LongCtxBatch(
-                side.layout, context.rank, tolerance=side.tolerance, runtime=runtime
-            )
+            batch = side.batch(context.rank, runtime=runtime)
             rows = side.layout.flat_rows(context.rank)
             given = inputs(side.layout.lengths.tolist(), vocabulary=shape.vocabulary, rows=rows)
             dist.barrier(group=context.group)
@@ -157,11 +173,11 @@ class Step:
         return max(rank.working for rank in self.ranks) + attending
 
 
-def step(runs: Sequence[RankRun], name: str) -> Step:
-    """A side's step, from all ranks' runs."""
+def step(runs: Sequence[RankRun], name: str, *, alike: str | None = None) -> Step:
+    """A side's step, from all ranks' runs; `alike` is a side whose threads do the same work."""
     ranks: list[Rounds] = [run.rounds[name] for run in runs]
     return Step(
-        ranks=assemble(ranks),
+        ranks=assemble(ranks, alike=[run.rounds[alike] for run in runs] if alike else ()),
         wall=min(map(max, zip(*(run.wall[name] for run in runs), strict=True))),
         sent=sum(s.sent for rounds in ranks for s in rounds[0]),
     )

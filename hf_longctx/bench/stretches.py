@@ -27,7 +27,8 @@ class Stretch(NamedTuple):
     Args:
         event (`str`): `start` or `stop` of a kernel, `post`, `wait`, or the step's `end`.
         messages (`tuple[Message, ...]`): Those of the exchange that is posted or awaited.
-        cpu (`float`): CPU seconds of the process.
+        cpu (`float`): CPU seconds of the thread that runs the step.
+        beside (`float`): CPU seconds of other threads meanwhile: gloo's.
         at (`float`): The machine's clock at the event.
         until (`float`): The same after it; later where the rank was blocked.
         sent (`int`): Bytes, of a post.
@@ -36,6 +37,7 @@ class Stretch(NamedTuple):
     event: str
     messages: tuple[Message, ...]
     cpu: float
+    beside: float
     at: float
     until: float
     sent: int
@@ -79,13 +81,13 @@ class Recorder:
         self.stretches: list[Stretch] = []
         self._posted: Counter[tuple[int, int]] = Counter()
         self._in_kernel = False
-        self._since = time.process_time()
+        self.restart()
 
     def clock(self) -> float:
         """CPU seconds; an `Account` reads them before and after each kernel."""
         self.note("stop" if self._in_kernel else "start")
         self._in_kernel = not self._in_kernel
-        return self._since
+        return self._thread
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
         """As `Channel.post`."""
@@ -107,9 +109,10 @@ class Recorder:
 
     def note(self, event: str, messages: tuple[Message, ...] = (), *, sent: int = 0) -> None:
         """End a stretch."""
-        now, at = time.process_time(), time.perf_counter()
-        self.stretches.append(Stretch(event, messages, now - self._since, at, at, sent))
-        self._since = now
+        cpu, process = time.thread_time() - self._thread, time.process_time() - self._process
+        at = time.perf_counter()
+        self.stretches.append(Stretch(event, messages, cpu, max(0.0, process - cpu), at, at, sent))
+        self.restart()
 
     def resume(self) -> None:
         """Begin a stretch after a wait, whose CPU seconds are gloo's and lie within it."""
@@ -118,7 +121,7 @@ class Recorder:
 
     def restart(self) -> None:
         """Begin a stretch now."""
-        self._since = time.process_time()
+        self._thread, self._process = time.thread_time(), time.process_time()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +144,21 @@ class Seconds:
         return self.attending + self.working + self.waiting
 
 
-def assemble(ranks: Sequence[Rounds]) -> list[Seconds]:
-    """Put one step together, from all ranks' rounds of it; each rank's seconds."""
-    steps = [_best(rounds) for rounds in ranks]
+def assemble(ranks: Sequence[Rounds], *, alike: Sequence[Rounds] = ()) -> list[Seconds]:
+    """Put one step together.
+
+    Args:
+        ranks (`Sequence[Rounds]`): Its rounds on each rank.
+        alike (`Sequence[Rounds]`, *optional*): Rounds of another step whose thread does the same:
+            its best counts for both, so that they differ by what exchanges do alone.
+
+    Returns:
+        Each rank's seconds.
+    """
+    steps = [
+        _best(rounds, [*rounds, *more])
+        for rounds, more in zip(ranks, alike or [()] * len(ranks), strict=True)
+    ]
     took = [_took(ranks, rank) for rank in range(len(ranks))]
     posted: dict[tuple[int, Message], float] = {}
     clocks, waited, places = [0.0] * len(ranks), [0.0] * len(ranks), [0] * len(ranks)
@@ -178,12 +193,13 @@ def assemble(ranks: Sequence[Rounds]) -> list[Seconds]:
     ]
 
 
-def _best(rounds: Rounds) -> list[tuple[str, tuple[Message, ...], float]]:
+def _best(rounds: Rounds, alike: Rounds) -> list[tuple[str, tuple[Message, ...], float]]:
     """Event, messages and least CPU seconds of each stretch of one rank."""
     found = []
-    for same in zip(*rounds, strict=True):
+    for own, same in zip(zip(*rounds, strict=True), zip(*alike, strict=True), strict=True):
         assert len({s[:2] for s in same}) == 1, same
-        found.append((same[0].event, same[0].messages, min(s.cpu for s in same)))
+        least = min(s.cpu for s in same) + min(s.beside for s in own)
+        found.append((own[0].event, own[0].messages, least))
     return found
 
 
