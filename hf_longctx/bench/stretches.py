@@ -58,8 +58,8 @@ class _Recorded:
         return self.exchange is None or self.exchange.done()
 
     def wait(self) -> None:
-        self.recorder.note("wait", self.messages)
-        if self.exchange is not None:
+        self.recorder.note("wait", self.messages if self.exchange else ())
+        if self.exchange:
             self.exchange.wait()
         self.recorder.resume()
 
@@ -197,7 +197,7 @@ def _best(rounds: Rounds, alike: Rounds) -> list[tuple[str, tuple[Message, ...],
     """Event, messages and least CPU seconds of each stretch of one rank."""
     found = []
     for own, same in zip(zip(*rounds, strict=True), zip(*alike, strict=True), strict=True):
-        assert len({s[:2] for s in same}) == 1, same
+        assert len({s.event for s in same}) == 1, same
         least = min(s.cpu for s in same) + min(s.beside for s in own)
         found.append((own[0].event, own[0].messages, least))
     return found
