@@ -67,7 +67,10 @@ class LongCtxArguments:
         "better and take memory; a data set with a length is packed as a whole.",
     )
     longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
-        "none", "How communication hides behind work. Only none is built yet."
+        "none",
+        "How communication hides behind work. pingpong (distca): each batch runs as two halves of "
+        "whole documents, and one computes while the other's exchanges travel. heads is not built "
+        "yet.",
     )
     longctx_servers: int = _flag(0, "Extra attention-server processes. Only 0 is built yet.")
     longctx_server_devices: str | None = _flag(None, "Devices of the servers. Not built yet.")

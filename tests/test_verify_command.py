@@ -182,7 +182,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, capsys):
         ("--dtype", "float16"),
         ("--document_lengths", "1,x"),
         *((flag, "1") for flag in ("--group_size", "--max_tokens_per_rank", "--servers")),
-        *(("--balance", "none"), ("--overflow", "split"), ("--overlap", "none")),
+        *(("--balance", "none"), ("--overflow", "split")),
     ],
 )
 def test_flags_that_verify_does_not_use_end_with_code_2(command, flags):
