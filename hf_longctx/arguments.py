@@ -20,7 +20,6 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_layout": ("auto", "contiguous", "zigzag", "spread"),
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
-    "longctx_overlap": ("none", "pingpong"),
     "longctx_servers": (0,),
     "longctx_server_devices": (None,),
     "longctx_server_timeout": (30.0,),
@@ -69,8 +68,8 @@ class LongCtxArguments:
     longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
         "none",
         "How communication hides behind work. pingpong (distca): each batch runs as two halves of "
-        "whole documents, and one computes while the other's exchanges travel. heads is not built "
-        "yet.",
+        "whole documents, and one computes while the other's exchanges travel. heads (distca): each "
+        "exchange is cut into groups of key/value heads, which travel while others are attended to.",
     )
     longctx_servers: int = _flag(0, "Extra attention-server processes. Only 0 is built yet.")
     longctx_server_devices: str | None = _flag(None, "Devices of the servers. Not built yet.")
@@ -140,6 +139,21 @@ class LongCtxArguments:
         if self.longctx_layout != "auto":
             return self.longctx_layout
         return {"distca": "spread", "ring": "zigzag"}.get(name, "contiguous")
+
+    def plan_overlap(self, name: str) -> str:
+        """What plans overlap under an attention name.
+
+        Raises:
+            ValueError: where its plans cannot overlap so.
+        """
+        if self.longctx_overlap != "heads":
+            return "none"
+        if name != "distca":
+            raise ValueError(
+                f"longctx_overlap=heads: the exchanges of {name!r} are not cut by heads; use none, "
+                "or attn_implementation='distca'"
+            )
+        return "heads"
 
 
 @dataclass(kw_only=True)

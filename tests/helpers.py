@@ -24,7 +24,7 @@ from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.count import Widths
 from hf_longctx.plan.layout import LAYOUTS, Layout, cut
-from hf_longctx.plan.plans import ALGORITHMS, Plan, make_plan
+from hf_longctx.plan.plans import ALGORITHMS, OVERLAPS, Plan, make_plan
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account, Execution
 
@@ -60,13 +60,20 @@ def plans(draw: st.DrawFn, *, ranks: int = 5) -> Plan:
         draw(LENGTHS), ranks=draw(st.integers(1, ranks)), layout=draw(st.sampled_from(LAYOUTS))
     )
     kind = LayerKind(
-        window=draw(WINDOWS), causal=draw(st.booleans()), query_width=2, key_value_width=2
+        window=draw(WINDOWS),
+        causal=draw(st.booleans()),
+        query_width=2,
+        key_value_width=2,
+        kv_heads=draw(st.sampled_from([1, 2, 3, 5])),
     )
     tolerance = draw(st.sampled_from([0.0, 0.05, 0.5]))
     algorithm = draw(st.sampled_from(ALGORITHMS))
     speed = st.sampled_from([0.25, 1.0, 3.0])
     speeds = tuple(draw(st.lists(speed, max_size=2))) if algorithm == "distca" else ()
-    return make_plan(algorithm, layout, kind=kind, tolerance=tolerance, speeds=speeds)
+    overlap = draw(st.sampled_from(OVERLAPS)) if algorithm == "distca" else "none"
+    return make_plan(
+        algorithm, layout, kind=kind, tolerance=tolerance, speeds=speeds, overlap=overlap
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +133,7 @@ class Rows:
             causal=causal,
             query_width=heads * width,
             key_value_width=2 * self.k.shape[1] * width,
+            kv_heads=self.k.shape[1],
         )
 
 

@@ -44,7 +44,6 @@ SMALL = Case(lengths=(20, 9))
         ({"longctx_servers": False}, "longctx_servers=False is a bool, but must be of type int"),
         ({"longctx_topology": ["2x4"]}, "longctx_topology=['2x4'] is a list, but must be of"),
         ({"longctx_balance": "attention"}, "longctx_balance='attention' is not built yet"),
-        ({"longctx_overlap": "heads"}, "longctx_overlap='heads' is not built yet"),
         ({"longctx_servers": 2}, "longctx_servers=2 is not built yet; use one of 0"),
         ({"longctx_server_devices": "cpu"}, "longctx_server_devices='cpu' is not built yet"),
         ({"longctx_server_timeout": 1.0}, "longctx_server_timeout=1.0 is not built yet"),

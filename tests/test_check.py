@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +50,8 @@ class Tampered(Plan):
 def tamper(plan: Plan, programs: dict[int, Program]) -> Tampered:
     """The plan with some ranks' programs exchanged."""
     whole = {rank: plan.program(rank) for rank in range(plan.layout.ranks)} | programs
-    return Tampered(plan.algorithm, plan.layout, plan.kind, plan.tasks, programs=whole)
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    return Tampered(**fields, programs=whole)
 
 
 def rebuilt(
@@ -90,10 +92,10 @@ def drop(*kinds: type[Op]) -> Change:
 
 
 def double(*kinds: type[Op]) -> Change:
-    """Do an operation twice; a copy may be made twice."""
+    """Do an operation twice; a copy, and what replaces its target, may be made twice."""
 
     def change(op: Op) -> Iterator[tuple[Op, ...]]:
-        if isinstance(op, kinds) and not (isinstance(op, Fold) and op.how == "cat"):
+        if isinstance(op, kinds) and not (isinstance(op, Fold) and op.how in ("cat", "delta")):
             yield op, op
 
     return change
@@ -319,20 +321,21 @@ def test_ring_bytes_and_peaks_by_hand() -> None:
 
 def test_distca_bytes_and_peaks_by_hand() -> None:
     # Rank 0 holds documents of 6 and 2 tokens, rank 1 four of 2: 24 and 12 entries. The second
-    # document moves: 2 rows of q (32 bytes each) and kv (32) go, out and lse (32 + 8) return.
+    # document moves: 2 rows of q (32 bytes each) and kv (32) go, out and lse (32 + 8) return;
+    # backward sends their gradient (32), delta and lse (8 each), the queries and the keys again.
     plan = make_plan("distca", cut([6, 2, 2, 2, 2, 2], ranks=2, layout="contiguous"), kind=KIND)
     assert plan.work(balanced=True).tolist() == [21, 15]
     home, server = plan.program(0), plan.program(1)
     assert sent(home, WIDTHS, backward=False) == {1: 2 * (32 + 32)}
     assert sent(server, WIDTHS, backward=False) == {0: 2 * 40}
-    assert sent(home, WIDTHS, backward=True) == {1: 2 * (32 + 32 + 8) + 2 * (32 + 32)}
+    assert sent(home, WIDTHS, backward=True) == {1: 2 * (32 + 8 + 8) + 2 * (32 + 32)}
     assert sent(server, WIDTHS, backward=True) == {0: 2 * (32 + 32)}  # dq and dkv
     assert peak_bytes(home, WIDTHS, backward=False) == 0
     assert peak_bytes(server, WIDTHS, backward=False) == 2 * (32 + 32 + 40)
-    assert peak_bytes(server, WIDTHS, backward=True) == 2 * (32 + 32 + 72 + 32 + 32)
-    assert peak_bytes(home, WIDTHS, backward=True) == 2 * 32  # what comes back for its keys
+    assert peak_bytes(server, WIDTHS, backward=True) == 2 * (32 + 32 + 48 + 32 + 32)
+    assert peak_bytes(home, WIDTHS, backward=True) == 2 * 48  # what it sends with the queries
     half = replace(WIDTHS, itemsize=2)  # bf16: lse and gradients stay float32
-    assert sent(home, half, backward=True) == {1: 2 * (16 + 16 + 8) + 2 * (16 + 16)}
+    assert sent(home, half, backward=True) == {1: 2 * (16 + 8 + 8) + 2 * (16 + 16)}
     assert sent(server, half, backward=True) == {0: 2 * (32 + 32)}
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hf_longctx import cli
 from hf_longctx.bench import plan as bench
 from hf_longctx.plan.cost import LayerKind
-from hf_longctx.plan.count import Widths, sent
 from hf_longctx.plan.layout import LAYOUTS, cut
 from hf_longctx.plan.plans import make_plan
+from hf_longctx.plan.program import Post
 from hf_longctx.plan.traffic import traffic
 
-WIDTHS = Widths(heads=3, kv_heads=1, head_dim=2, value_dim=2, itemsize=1, wide_itemsize=0)
+ROW = {"q": 6, "out": 6, "part": 12, "kv": 4}  # elements; a partial's count twice
 
 
 @given(
@@ -39,9 +39,13 @@ def test_traffic_is_what_the_programs_send(
     plan = make_plan("distca", held, kind=kind, tolerance=tolerance)
     moved = np.zeros((2, ranks), np.int64)
     for rank in range(ranks):
-        for peer, size in sent(plan.program(rank), WIDTHS, backward=False).items():
+        program = plan.program(rank)
+        posts = [op for phase in program.forward for op in phase if isinstance(op, Post)]
+        for peer, blocks in (message for post in posts for message in post.sends):
+            size = sum((b.stop - b.start) * ROW[program.kinds[b.array]] for b in blocks)
             moved[:, [rank, peer]] += np.array([[size, 0], [0, size]])
-    assert traffic(held, plan.tasks, kind=kind).elements(kind).tolist() == moved.tolist()
+    counted = traffic(held, plan.tasks, kind=kind, loans=plan.loans)
+    assert counted.elements(kind).tolist() == moved.tolist()
 
 
 def test_lengths_follow_their_table_and_fill_the_batch() -> None:

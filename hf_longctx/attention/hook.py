@@ -169,6 +169,7 @@ def _with_batch(
         causal=scoring.causal,
         query_width=rows[0][0].numel() if held else 1,
         key_value_width=rows[1][0].numel() + rows[2][0].numel() if held else 1,
+        kv_heads=rows[1].shape[1],
     )
     program = batch.plan(algorithm, kind).program(batch.rank)
     account, name = runtime.account, getattr(module, "layer_idx", id(module))

@@ -3,6 +3,7 @@
 Floor: attention.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from ..plan.cost import LayerKind
 from ..plan.count import Widths
+
+logger = logging.getLogger(__name__)
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
@@ -35,9 +38,19 @@ def layer_kinds(config: Any) -> list[LayerKind]:
             causal=causal,
             query_width=own.heads * own.head_dim,
             key_value_width=own.kv_heads * (own.head_dim + own.value_dim),
+            kv_heads=own.kv_heads,
         )
         for window, own in zip(windows, widths, strict=True)
     ]
+
+
+def say_whole_exchanges(config: Any, *, overlap: str) -> None:
+    """Log where an overlap of head groups has nothing to cut."""
+    if overlap == "heads" and any(kind.kv_heads == 1 for kind in layer_kinds(config)):
+        logger.warning(
+            "longctx_overlap=heads: layers with one key/value head have no groups to cut their "
+            "exchanges into; theirs run as with none"
+        )
 
 
 def layer_configs(config: Any) -> list[Any]:

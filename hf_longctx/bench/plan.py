@@ -79,7 +79,7 @@ def figures(lengths: Sequence[int], *, ranks: int) -> dict[str, float]:
     planned = time.process_time()
     plan.program(ranks - 1)
     built = time.process_time()
-    moved = traffic(layout, plan.tasks, kind=KIND).elements(KIND)
+    moved = traffic(layout, plan.tasks, kind=KIND, loans=plan.loans).elements(KIND)
     gathered = sum(lengths) * (ranks - 1) / ranks * KIND.key_value_width
     document, start, stop = plan.tasks[:, :3].T
     length = layout.lengths[document]

@@ -82,6 +82,7 @@ class LongCtxBatch:
         half (`int`, *optional*, defaults to 0): Which half of another batch this one is.
         turn (`Callable`, *optional*): Hands over to the other half, while a forward of both runs;
             never pickled.
+        overlap (`str`, *optional*, defaults to `none`): Of the plans: `none` or `heads`.
     """
 
     layout: Layout
@@ -97,6 +98,7 @@ class LongCtxBatch:
     halves: tuple["LongCtxBatch", ...] = ()
     half: int = 0
     turn: Callable[[], None] | None = None
+    overlap: str = "none"
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[str, LayerKind, tuple[float, ...]], Plan] = field(default_factory=dict)
 
@@ -119,8 +121,9 @@ class LongCtxBatch:
         key = algorithm, kind, self.speeds
         if key not in self._plans:
             self._plans[key] = make_plan(
-                algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds
-            )
+                algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds,
+                overlap=self.overlap,
+            )  # fmt: skip
         return self._plans[key]
 
     def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:

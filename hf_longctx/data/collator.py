@@ -54,6 +54,7 @@ class LongCtxCollator:
         budget (`int`): Tokens a batch can hold, for the fill.
         halves (`bool`, *optional*, defaults to `False`): Make two halves of each batch that can be
             split; see `plan.halves.halve`.
+        overlap (`str`, *optional*, defaults to `none`): Passed to the plan.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class LongCtxCollator:
     tolerance: float
     budget: int
     halves: bool = False
+    overlap: str = "none"
 
     def __call__(self, items: Sequence[_Item]) -> dict[str, Any]:
         """Inputs of one rank: `input_ids`, `labels`, `shift_labels`, `position_ids`, each int64
@@ -103,6 +105,7 @@ class LongCtxCollator:
             stream=getattr(documents, "stream", 0),
             pieces=pieces,
             halves=halved(halves, self.rank, tolerance=self.tolerance) if halves else (),
+            overlap=self.overlap,
         )
         return inputs
 

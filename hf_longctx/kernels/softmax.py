@@ -83,12 +83,15 @@ def attend_grad(
 ) -> None:
     """Add a call's gradients to `dq` and `dkv`.
 
-    `grad` holds the output's gradient and the *final* out and lse of each row, so a piece that saw
-    only some of a row's keys gives its exact share.
+    `grad` holds the output's gradient and the *final* out (or delta, see `_rebuilt`) and lse of
+    each row, so a piece that saw only some of a row's keys gives its exact share.
     """
     rows, keys, given = (call.rows[role] for role in ("q", "kv", "grad"))
     query, key, value = rows.read(q["q"]), keys.read(kv["k"]), keys.read(kv["v"])
-    grad_out, out = given.read_zero_padded(grad["grad_out"]), given.read(grad["out"])
+    grad_out = given.read_zero_padded(grad["grad_out"])
+    out = (
+        given.read(grad["out"]) if "out" in grad else _rebuilt(grad_out, given.read(grad["delta"]))
+    )
     lse = given.read(grad["lse"])[..., 0]
     if scoring.softcap:
         capped = scoring.capped(call, query)
@@ -112,3 +115,16 @@ def attend_grad(
 def _padded(tensor: Tensor, size: int) -> Tensor:
     """Zeros behind the last axis: the kernel wants queries, keys and values of one size."""
     return pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
+
+
+def _rebuilt(grad_out: Tensor, delta: Tensor) -> Tensor:
+    """An out whose products with `grad_out` sum to `delta` `[..., 1]`: all that a backward needs.
+
+    That is `grad_out * delta / |grad_out|^2`; dividing by the largest entry first keeps squares of
+    small gradients in range.
+    """
+    wide = grad_out.to(delta.dtype)
+    largest = wide.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(delta.dtype).tiny)
+    unit = wide / largest
+    square = unit.square().sum(-1, keepdim=True).clamp_min(1.0)  # 0 for a row without gradient
+    return (unit * (delta / largest / square)).to(grad_out.dtype)

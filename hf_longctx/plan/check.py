@@ -1,10 +1,11 @@
 """Programs of all ranks -> proof that they compute attention exactly once, or what is wrong.
 
 Floor: plan. The programs run in lock step on one random 64-bit number per query, key and output
-gradient in place of tensors, modulo 2**64: row p must end as `q_p * (sum of the keys it sees)`, and
-the gradients as the matching sums. A pair left out, done twice, taken from a wrong row or folded
-twice changes a sum, and cancels only with probability 2**-64. Messages are matched block by block,
-and ranks that wait on each other for ever are named.
+gradient in place of tensors (one per key/value head where heads are cut into groups), modulo 2**64:
+row p must end as `q_p * (sum of the keys it sees)`, and the gradients as the matching sums. A pair
+left out, done twice, taken from a wrong row or head or folded twice changes a sum, and cancels only
+with probability 2**-64. Messages are matched block by block, and ranks that wait on each other for
+ever are named. Letters: T tokens, K key/value heads.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -28,7 +29,7 @@ from .program import (
 )
 
 _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
-_Parcel = tuple[tuple[str, int], np.ndarray]  # (kind, heads) and values of one block
+_Parcel = tuple[tuple[str, int, int], np.ndarray]  # (kind, head, heads) and values of one block
 
 
 class PlanError(AssertionError):
@@ -52,23 +53,34 @@ class _Mail:
 class _Rank:
     """One rank's arrays and position in its program."""
 
-    def __init__(self, rank: int, program: Program, mail: _Mail, kind: LayerKind) -> None:
+    def __init__(
+        self, rank: int, program: Program, mail: _Mail, kind: LayerKind, *, heads: int
+    ) -> None:
         self.rank, self.program, self.mail, self.kind = rank, program, mail, kind
+        self.heads = heads
         noise = np.random.default_rng(rank)
         self.values = [
-            np.zeros(rows, np.uint64)
+            np.zeros((rows, heads), np.uint64)
             if kind in ("dq", "dkv")
-            else noise.integers(0, 2**63, rows, np.uint64)  # unwritten rows must not pass unnoticed
+            else noise.integers(
+                0, 2**63, (rows, heads), np.uint64
+            )  # unwritten rows must not pass unnoticed
             for kind, rows in zip(program.kinds, program.rows, strict=True)
         ]
-        self.written: set[tuple[int, int]] = set()
+        self.written = [np.zeros(values.shape, bool) for values in self.values]
         self.waiting_for: str = ""
 
     def rows(self, block: Block) -> np.ndarray:
         rows = self.program.rows[block.array]
         if not 0 <= block.start <= block.stop <= rows:
             raise PlanError(f"rank {self.rank}: {block} lies outside the {rows} rows of its array")
-        return self.values[block.array][block.start : block.stop]
+        if not 0 <= block.head <= block.head + block.heads <= self.heads:
+            raise PlanError(f"rank {self.rank}: {block} lies outside the {self.heads} heads")
+        return self.values[block.array][self._at(block)]
+
+    def _at(self, block: Block) -> tuple[slice, slice]:
+        stop = block.head + block.heads if block.heads else self.heads
+        return slice(block.start, block.stop), slice(block.head, stop)
 
     def run(self, phases: Phases) -> Generator[None]:
         posted: dict[int, list[tuple[tuple[int, int, int], Message]]] = {}
@@ -102,8 +114,8 @@ class _Rank:
         if posted:
             raise PlanError(f"rank {self.rank}: exchanges {sorted(posted)} are never waited for")
 
-    def _label(self, block: Block) -> tuple[str, int]:
-        return self.program.kinds[block.array], block.heads
+    def _label(self, block: Block) -> tuple[str, int, int]:
+        return self.program.kinds[block.array], block.head, block.heads
 
     def _unpack(
         self, parcels: Sequence[_Parcel], blocks: Sequence[Block], peer: int, tag: int
@@ -119,6 +131,10 @@ class _Rank:
     def _same_rows(self, *blocks: Block) -> None:
         if len({block.stop - block.start for block in blocks}) > 1:
             raise PlanError(f"rank {self.rank}: these must have equally many rows: {blocks}")
+
+    def _same_heads(self, *blocks: Block) -> None:
+        if len({(block.head, block.heads) for block in blocks}) > 1:
+            raise PlanError(f"rank {self.rank}: these must have the same heads: {blocks}")
 
     def _positions(self, block: Block) -> tuple[int, int, int]:
         tokens = self.program.tokens(block)
@@ -139,35 +155,39 @@ class _Rank:
         return low, high
 
     def _attend(self, q: Block, kv: Block, into: Block) -> None:
-        done = {(into.array, row) for row in range(into.start, into.stop)}
-        if done & self.written:
-            raise PlanError(f"rank {self.rank}: rows of {into} are attended twice")
-        self.written |= done
+        self._same_heads(q, kv, into)
         self._same_rows(q, into)
+        target = self.rows(into)
+        done = self.written[into.array][self._at(into)]
+        if done.any():
+            raise PlanError(f"rank {self.rank}: rows of {into} are attended twice")
+        done[:] = True
         low, high = self._seen(q, kv)
         keys = _prefix(self.rows(kv))
-        self.rows(into)[:] = self.rows(q) * (keys[high] - keys[low])
+        target[:] = self.rows(q) * (keys[high] - keys[low])
 
     def _attend_grad(self, op: AttendGrad) -> None:
+        self._same_heads(*op)
         self._same_rows(op.q, op.grad, op.dq)
         self._same_rows(op.kv, op.dkv)
         low, high = self._seen(op.q, op.kv)
         keys = _prefix(self.rows(op.kv))
         pull = self.rows(op.grad) * self.rows(op.q)
         self.rows(op.dq)[:] += pull * (keys[high] - keys[low])
-        steps = np.zeros(op.kv.stop - op.kv.start + 1, np.uint64)
+        steps = np.zeros_like(keys)
         np.add.at(steps, low, pull)
         np.subtract.at(steps, high, pull)
-        self.rows(op.dkv)[:] += np.cumsum(steps[:-1], dtype=np.uint64) * self.rows(op.kv)
+        self.rows(op.dkv)[:] += np.cumsum(steps[:-1], 0, np.uint64) * self.rows(op.kv)
 
     def _fold(self, into: Block, parts: tuple[Block, ...], how: str) -> None:
+        self._same_heads(into, *parts)
         values = [self.rows(part).copy() for part in parts]
         target = self.rows(into)
         if how == "cat":
             values = [np.concatenate(values)]
         if any(len(value) != len(target) for value in values):
             raise PlanError(f"rank {self.rank}: {parts} do not fit {into}")
-        if how == "cat":
+        if how in ("cat", "delta"):
             target[:] = values[0]
         elif how == "sum":
             for value in values:
@@ -177,7 +197,8 @@ class _Rank:
 
 
 def _prefix(values: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+    """Sums of the first 0, 1, ... rows."""
+    return np.pad(np.cumsum(values, 0, np.uint64), ((1, 0), (0, 0)))
 
 
 def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[_Rank]:
@@ -188,7 +209,8 @@ def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[_Rank]
             ranks that wait for each other for ever.
     """
     mail = _Mail(len(programs))
-    ranks = [_Rank(r, p, mail, LayerKind()) for r, p in programs.items()]
+    heads = max(int((p.blocks[:, 6] + p.blocks[:, 7]).max(initial=1)) for p in programs.values())
+    ranks = [_Rank(r, p, mail, LayerKind(), heads=heads) for r, p in programs.items()]
     _finish(ranks, mail, backward)
     return ranks
 
@@ -217,11 +239,12 @@ def check(plan: Plan) -> None:
     programs = {r: plan.program(r) for r in ranks}
     noise = np.random.default_rng(0)
     tokens = int(plan.layout.lengths.sum())
-    q, k, g = (noise.integers(0, 2**63, tokens, np.uint64) for _ in range(3))
+    heads = plan.kind.kv_heads if len(plan.groups) > 1 else 1
+    q, k, g = (noise.integers(0, 2**63, (tokens, heads), np.uint64) for _ in range(3))
     out, dq, dkv = _expected(plan, q, k, g)
     for backward in (False, True):
         mail = _Mail(plan.processes)
-        states = [_Rank(r, programs[r], mail, plan.kind) for r in ranks]
+        states = [_Rank(r, programs[r], mail, plan.kind, heads=heads) for r in ranks]
         for state in states:
             own = plan.layout.flat_rows(state.rank)
             for array, values in ((_Q, q), (_KV, k), (_GRAD, g)):
@@ -231,7 +254,7 @@ def check(plan: Plan) -> None:
             own = plan.layout.flat_rows(state.rank)
             results = [(_DQ, dq), (_DKV, dkv)] if backward else [(_OUT, out)]
             for array, right in results:
-                wrong = np.flatnonzero(state.values[array] != right[own])
+                wrong = np.flatnonzero((state.values[array] != right[own]).any(1))
                 if len(wrong):
                     name = state.program.kinds[array]
                     raise PlanError(f"rank {state.rank}: {name} differs in rows {wrong[:8]}")
@@ -240,7 +263,7 @@ def check(plan: Plan) -> None:
 def _expected(
     plan: Plan, q: np.ndarray, k: np.ndarray, g: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What one process computes, document by document."""
+    """What one process computes, document by document: `[T, K]` each."""
     out, dq, dkv = np.empty_like(q), np.empty_like(q), np.empty_like(q)
     start = 0
     for n in plan.layout.lengths.tolist():

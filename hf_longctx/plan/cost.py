@@ -24,12 +24,14 @@ class LayerKind:
         causal (`bool`): Rows see no later key; `False`: as far forwards as backwards.
         query_width (`int`): Elements of one token's queries, heads x head size.
         key_value_width (`int`): Elements of one token's keys and values together.
+        kv_heads (`int`): Key/value heads, which an overlapped exchange cuts into groups.
     """
 
     window: int = 0
     causal: bool = True
     query_width: int = 1
     key_value_width: int = 1
+    kv_heads: int = 1
 
     def entries(self, start: ArrayLike, stop: ArrayLike, *, length: ArrayLike) -> np.ndarray:
         """Score entries of query rows `[start, stop)` of documents of `length` tokens, int64."""
@@ -39,6 +41,20 @@ class LayerKind:
             return earlier
         mirrored = entries(length - stop, length - start, window=self.window)
         return earlier + mirrored - (stop - start)  # both count the row itself
+
+    def entries_over(
+        self, start: np.ndarray, stop: np.ndarray, low: np.ndarray, high: np.ndarray, *,
+        length: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Score entries of query rows `[start, stop)` with keys `[low, high)`, int64."""
+        reach = self.window or length
+        ahead = 1 if self.causal else reach
+
+        def before(key: np.ndarray) -> np.ndarray:
+            ends = _clipped(stop + ahead, key) - _clipped(start + ahead, key)
+            return ends - _clipped(stop - reach + 1, key) + _clipped(start - reach + 1, key)
+
+        return before(high) - before(low)
 
     def keys_seen(self, rows: Range, *, length: int) -> Range:
         """The keys that query rows `[start, stop)` of a document of `length` tokens see."""
@@ -65,6 +81,13 @@ def _entries_before(position: ArrayLike, window: int) -> np.ndarray:
         return rows * (rows + 1) // 2
     ramp = np.minimum(rows, window)
     return ramp * (ramp + 1) // 2 + (rows - ramp) * window
+
+
+def _clipped(number: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """The sum of 0, 1, ... up to `number` - 1, each at most `bound`."""
+    number = np.maximum(number, 0)
+    below = np.minimum(number, bound)
+    return below * (below - 1) // 2 + (number - below) * bound
 
 
 def entries(start: ArrayLike, stop: ArrayLike, *, window: int) -> np.ndarray:

@@ -7,17 +7,21 @@ own program. One int64 of the digest is compared across ranks before each step.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
-from . import ring
+from . import ring, serve
 from .cost import LayerKind, max_over_mean
-from .distca import Task, balance, items, tasks
+from .distca import balance, items, tasks
 from .exchange import ExchangePlan
 from .layout import Layout, cut
 from .program import Program
+from .subranges import NO_LOANS, Share, lend, shares
 
 ALGORITHMS = ("distca", "ring")
+OVERLAPS = ("none", "heads")
+_GROUPS = 4  # of heads: the last one's results are exposed, and each costs a message per peer
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +33,31 @@ class Plan:
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers it is for.
         tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` all at home.
+        loans (`np.ndarray`): int32 `[loans, 4]`: the fields of `Loan`: keys of tasks that another
+            than its server attends to.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
+        overlap (`str`, *optional*): One of `OVERLAPS`.
     """
 
     algorithm: str
     layout: Layout
     kind: LayerKind
     tasks: np.ndarray
+    loans: np.ndarray
     speeds: tuple[float, ...] = ()
+    overlap: str = "none"
+
+    @property
+    def groups(self) -> tuple[serve.Heads, ...]:
+        """The head groups whose exchanges overlap; one of all heads where none do.
+
+        At most four, whose sizes differ by at most one head: with one head there is nothing to cut.
+        """
+        count = min(self.kind.kv_heads, _GROUPS) if self.overlap == "heads" else 1
+        if count == 1:
+            return (serve.ALL_HEADS,)
+        edges = [self.kind.kv_heads * i // count for i in range(count + 1)]
+        return tuple((low, high - low) for low, high in pairwise(edges))
 
     @property
     def processes(self) -> int:
@@ -48,16 +69,23 @@ class Plan:
         """A stable hash of everything the programs follow from, as a non-negative int64."""
         kind = (self.kind.window, self.kind.query_width, self.kind.key_value_width)
         sees = "" if self.kind.causal else " bidirectional"
-        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}".encode()
-        columns = (self.layout.lengths, self.layout.columns, self.tasks)
-        parts = [text, *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
+        groups = self.groups if len(self.groups) > 1 else ""
+        text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}{groups}"
+        columns = [self.layout.lengths, self.layout.columns, self.tasks]
+        columns += [self.loans] if len(self.loans) else []
+        parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
         return int.from_bytes(hashed, "little") >> 1
 
     @cached_property
     def _exchange(self) -> ExchangePlan:
-        views = [Task(*row) for row in self.tasks.tolist()]
-        return ExchangePlan(self.layout, views, kind=self.kind, processes=self.processes)
+        views = [Share(*row) for row in self.shares.tolist()]
+        return ExchangePlan(self.layout, views, processes=self.processes)
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """int64 `[shares, 8]`: the fields of `Share`: what is computed where."""
+        return shares(self.layout, self.tasks, self.loans, kind=self.kind)
 
     @cached_property
     def _programs(self) -> dict[int, Program]:
@@ -69,7 +97,7 @@ class Plan:
             if self.algorithm == "ring":
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
             else:
-                built = self._exchange.program(rank)
+                built = serve.program(self._exchange, rank=rank, groups=self.groups)
             self._programs[rank] = built
         return self._programs[rank]
 
@@ -78,7 +106,15 @@ class Plan:
         by = self.tasks[:, 4 if balanced else 3]
         document, start, stop = self.tasks[:, :3].T
         cost = self.kind.entries(start, stop, length=self.layout.lengths[document])
-        return np.bincount(by, weights=cost, minlength=self.processes)
+        work = np.bincount(by, weights=cost, minlength=self.processes)
+        if balanced and len(self.loans):
+            task, server, low, high = self.loans.astype(np.int64).T
+            start, stop = self.tasks[task, 1:3].astype(np.int64).T
+            length = self.layout.lengths[self.tasks[task, 0]].astype(np.int64)
+            lent = self.kind.entries_over(start, stop, low, high, length=length)
+            work += np.bincount(server, weights=lent, minlength=self.processes)
+            work -= np.bincount(self.tasks[task, 4], weights=lent, minlength=self.processes)
+        return work
 
     def attention_max_over_mean(self, *, balanced: bool = True) -> float:
         """Attention work of the busiest rank over the mean, after or before balancing.
@@ -100,6 +136,7 @@ def make_plan(
     kind: LayerKind,
     tolerance: float = 0.05,
     speeds: tuple[float, ...] = (),
+    overlap: str = "none",
 ) -> Plan:
     """Plan one batch.
 
@@ -111,10 +148,12 @@ def make_plan(
         tolerance (`float`, *optional*, defaults to 0.05): Allowed excess over the mean work.
         speeds (`tuple[float, ...]`, *optional*): One positive number per extra server (`distca`
             only): how fast it attends beside a rank, whose speed is 1.
+        overlap (`str`, *optional*, defaults to `none`): `heads` cuts each exchange (of `distca`
+            only) into groups of key/value heads, which travel while others are attended to.
 
     Raises:
-        ValueError: on an algorithm that is not built, a negative tolerance, servers for an
-            algorithm without, or a speed that is not positive.
+        ValueError: on an algorithm that is not built, a negative tolerance, servers or overlap for
+            an algorithm without, or a speed that is not positive.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{algorithm!r} has no planner yet; use one of {ALGORITHMS}")
@@ -125,11 +164,18 @@ def make_plan(
             f"servers of speeds {speeds} for {algorithm!r}: only distca has servers, and each "
             "speed must be positive, for example 1.0"
         )
+    if overlap not in OVERLAPS or (algorithm != "distca" and overlap != "none"):
+        raise ValueError(
+            f"overlap {overlap!r} for {algorithm!r}: use none or, with distca, one of {OVERLAPS}"
+        )
     if algorithm == "ring":
         table = items(layout)
     else:
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds)
-    return Plan(algorithm, layout, kind, tasks(table), speeds)
+    balanced, loans = tasks(table), NO_LOANS
+    if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
+        loans = lend(layout, balanced, kind=kind, tolerance=tolerance, speeds=speeds)
+    return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap)
 
 
 @lru_cache(maxsize=32)

@@ -37,9 +37,12 @@ KINDS: dict[str, tuple[Field, ...]] = {
     "dkv": (Field("dk", "K", "D", True), Field("dv", "K", "V", True)),
     "state": (Field("state", "H", "S", True),),
     "decay": (Field("decay", "H", "1", True),),
-}
+    "delta": (
+        Field("grad_out", "H", "V"), Field("delta", "H", "1", True), Field("lse", "H", "1", True),
+    ),
+}  # fmt: skip
 HOME = ("q", "kv", "out", "grad", "dq", "dkv")  # arrays 0..5 of an attention program: local rows
-FOLDS = ("cat", "sum", "lse", "affine")
+FOLDS = ("cat", "sum", "lse", "affine", "delta")
 
 
 class Block(NamedTuple):
@@ -79,7 +82,7 @@ class Attend(NamedTuple):
 
 
 class AttendGrad(NamedTuple):
-    """Add one task's gradients to `dq` and `dkv`, from the final out and lse in `grad`."""
+    """Add one task's gradients to `dq` and `dkv`; `grad` holds the final out (or delta) and lse."""
 
     q: Block
     kv: Block
@@ -90,7 +93,8 @@ class AttendGrad(NamedTuple):
 
 class Fold(NamedTuple):
     """Combine `parts` into `into`, in their order: `cat` copies them end to end, `sum` adds each to
-    what stands there, `lse` merges partials, `affine` forms E + M S of (E, M, S)."""
+    what stands there, `lse` merges partials, `affine` forms E + M S of (E, M, S), `delta` replaces
+    the out of a gradient's rows by delta, the sum of grad_out * out over a head."""
 
     into: Block
     parts: tuple[Block, ...]

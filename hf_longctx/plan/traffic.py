@@ -1,6 +1,6 @@
 """Balanced tasks -> rows that each rank sends and receives, without building any program.
 
-Floor: plan. It counts as `exchange.py` sends: query rows once to their server, and keys once per
+Floor: plan. It counts as `serve.py` sends: query rows once to each server, and keys once per
 (owner, server), save those of tasks whose keys the server holds in one run of rows. Letters: R
 ranks.
 """
@@ -11,6 +11,7 @@ import numpy as np
 
 from .cost import LayerKind
 from .layout import Layout
+from .subranges import NO_LOANS, shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,28 +21,39 @@ class Traffic:
     Args:
         queries_sent, queries_received (`np.ndarray`): int64 `[R]`, query rows to and of servers;
             as many rows of results go the other way.
+        partials_sent, partials_received (`np.ndarray`): int64 `[R]`, rows of results among these
+            that are partials, in float32 or wider.
         keys_sent, keys_received (`np.ndarray`): int64 `[R]`, key/value rows.
     """
 
     queries_sent: np.ndarray
     queries_received: np.ndarray
+    partials_sent: np.ndarray
+    partials_received: np.ndarray
     keys_sent: np.ndarray
     keys_received: np.ndarray
 
     def elements(self, kind: LayerKind) -> np.ndarray:
-        """int64 `[2, R]`: elements sent and received, results included, log-sum-exps not."""
+        """int64 `[2, R]`: elements sent and received, results included, log-sum-exps not.
+
+        A partial's count twice, as in bf16.
+        """
         queries = self.queries_sent + self.queries_received  # out, and back as results
+        queries = queries + np.stack([self.partials_sent, self.partials_received])
         keys = np.stack([self.keys_sent, self.keys_received])
         return queries * kind.query_width + keys * kind.key_value_width
 
 
-def traffic(layout: Layout, tasks: np.ndarray, *, kind: LayerKind) -> Traffic:
+def traffic(
+    layout: Layout, tasks: np.ndarray, *, kind: LayerKind, loans: np.ndarray = NO_LOANS
+) -> Traffic:
     """Count what a plan moves.
 
     Args:
         layout (`Layout`): Where the tokens lie.
         tasks (`np.ndarray`): int32 `[tasks, 5]`, the fields of `Task`.
         kind (`LayerKind`): What rows see.
+        loans (`np.ndarray`, *optional*): int32 `[loans, 4]`, the fields of `Loan`.
     """
     # Tokens are numbered through all documents, laid end to end.
     first = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
@@ -51,8 +63,9 @@ def traffic(layout: Layout, tasks: np.ndarray, *, kind: LayerKind) -> Traffic:
     owner, begin = owner[order], begin[order]
     end = np.append(begin[1:], first[-1])
 
-    document, start, stop, home, server = tasks.astype(np.int64).T
-    low, high = kind.keys_seen_by(start, stop, length=layout.lengths[document])
+    document, start, stop, home, server, low, high, split = shares(
+        layout, tasks, loans, kind=kind
+    ).T
     low, high = first[document] + low, first[document] + high
     holder = np.searchsorted(begin, low, side="right") - 1
     needed = (owner[holder] != server) | (end[holder] < high)
@@ -73,6 +86,8 @@ def traffic(layout: Layout, tasks: np.ndarray, *, kind: LayerKind) -> Traffic:
     return Traffic(
         queries_sent=summed(home, moved),
         queries_received=summed(server, moved),
+        partials_sent=summed(server, moved * split),
+        partials_received=summed(home, moved * split),
         keys_sent=summed(owner[segment], rows),
         keys_received=summed(server_of[run], rows),
     )

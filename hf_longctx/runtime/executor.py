@@ -13,9 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..comm.channels import Channel, Exchange, Parcel
+from ..comm.channels import Channel, Exchange
 from ..kernels import softmax
-from ..kernels.merge import merge
 from ..kernels.pieces import Call, Task, calls
 from ..kernels.softmax import Scoring
 from ..plan.count import Widths, lifetimes
@@ -32,6 +31,8 @@ from ..plan.program import (
     Program,
     Wait,
 )
+from . import messages
+from .folds import fold
 
 Fields = dict[str, Tensor]
 _ROLES = {Attend: ("q", "kv", "into"), AttendGrad: ("q", "kv", "grad", "dq", "dkv")}
@@ -41,7 +42,7 @@ _ROLES = {Attend: ("q", "kv", "into"), AttendGrad: ("q", "kv", "grad", "dq", "dk
 class _Kernels:
     """Neighbouring tasks on the same arrays, as kernel calls."""
 
-    arrays: dict[str, int]
+    arrays: dict[str, Block]  # with all rows
     calls: tuple[Call, ...]
     tasks: int
     backward: bool
@@ -63,7 +64,7 @@ def _steps(
 
 def _fused(program: Program, phase: Iterable[Op], window: int, causal: bool) -> Iterable[Step]:
     tasks: list[Task] = []
-    arrays: dict[str, int] = {}
+    arrays: dict[str, Block] = {}
 
     def flush() -> Iterable[Step]:
         if tasks:
@@ -77,9 +78,10 @@ def _fused(program: Program, phase: Iterable[Op], window: int, causal: bool) -> 
             yield op
             continue
         blocks = dict(zip(_ROLES[type(op)], op, strict=True))
-        if {role: block.array for role, block in blocks.items()} != arrays:
+        whole = {r: b._replace(start=0, stop=program.rows[b.array]) for r, b in blocks.items()}
+        if whole != arrays:
             yield from flush()
-            arrays = {role: block.array for role, block in blocks.items()}
+            arrays = whole
         (_, q_pos, _), (_, k_pos, _) = program.tokens(op.q)[0], program.tokens(op.kv)[0]
         rows = {role: block.start for role, block in blocks.items()}
         tasks.append(Task(rows, q_pos, op.q.stop - op.q.start, k_pos, op.kv.stop - op.kv.start))
@@ -185,16 +187,21 @@ class Execution:
     def _dtype(self, wide: bool) -> torch.dtype:
         return self.wide if wide else self.dtype
 
-    def _views(self, block: Block) -> list[Tensor]:
+    def _of(self, block: Block) -> Fields:
         """The block's rows and heads of each field."""
-        views = []
-        for f in KINDS[self.program.kinds[block.array]]:
-            rows = self.fields(block.array)[f.name][block.start : block.stop]
+        found = {}
+        for name, tensor in self.fields(block.array).items():
+            rows = tensor[block.start : block.stop]
             if block.heads:
                 each = rows.shape[1] // self.widths.kv_heads
                 rows = rows[:, block.head * each : (block.head + block.heads) * each]
-            views.append(rows)
-        return views
+            found[name] = rows
+        return found
+
+    def _views(self, block: Block) -> list[Tensor]:
+        """The block's rows and heads, in the order of its kind's fields."""
+        fields = self._of(block)
+        return [fields[f.name] for f in KINDS[self.program.kinds[block.array]]]
 
     def phase(self, number: int) -> Generator[Exchange]:
         """Run one phase; yields an exchange at each wait, to be resumed once it is done."""
@@ -207,9 +214,9 @@ class Execution:
                     exchange, parcels = self._pending.pop(tag)
                     yield exchange
                     for data, blocks in parcels:
-                        self._unpack(data, blocks)
-                case Fold():
-                    self._fold(step)
+                        messages.unpack(data, self._all_views(blocks))
+                case Fold(into, parts, how):
+                    fold(how, self._views(into), [self._views(part) for part in parts])
                 case Local(own, into):
                     assert self.local is not None
                     self.local(own, self.fields(into.array))
@@ -227,12 +234,9 @@ class Execution:
         assert self.channel is not None, "a program that exchanges needs a channel"
         recvs: list[tuple[int, Tensor, tuple[Block, ...]]] = []
         for peer, blocks in op.recvs:
-            size = sum(v.numel() * v.element_size() for block in blocks for v in self._views(block))
-            recvs.append((peer, torch.empty(size, dtype=torch.uint8), blocks))
-        sends: list[Parcel] = []
-        for peer, blocks in op.sends:
-            flat = [v.reshape(-1).view(torch.uint8) for b in blocks for v in self._views(b)]
-            sends.append((peer, torch.cat(flat)))
+            data = torch.empty(messages.size(self._all_views(blocks)), dtype=torch.uint8)
+            recvs.append((peer, data, blocks))
+        sends = [(peer, messages.pack(self._all_views(blocks))) for peer, blocks in op.sends]
         direction = "backward" if self.backward else "forward"
         exchange = self.channel.post(
             sends,
@@ -241,40 +245,12 @@ class Execution:
         )
         self._pending[op.tag] = exchange, [(data, blocks) for _, data, blocks in recvs]
 
-    def _unpack(self, data: Tensor, blocks: tuple[Block, ...]) -> None:
-        start = 0
-        for block in blocks:
-            for view in self._views(block):
-                stop = start + view.numel() * view.element_size()
-                part = data[start:stop]
-                if start % view.element_size():
-                    part = part.clone()  # a view in another dtype must be aligned
-                view.copy_(part.view(view.dtype).view(view.shape))
-                start = stop
-
-    def _fold(self, op: Fold) -> None:
-        target = self._views(op.into)
-        parts = [self._views(part) for part in op.parts]
-        if op.how == "cat":
-            for i, view in enumerate(target):
-                view.copy_(torch.cat([part[i] for part in parts]))
-        elif op.how == "sum":
-            for part in parts:
-                for view, value in zip(target, part, strict=True):
-                    view.add_(value)
-        elif op.how == "affine":
-            (offset,), (decay,), (entering,) = parts
-            target[0].copy_(offset + decay * entering)
-        else:
-            out, lse = parts[0][0], parts[0][1][..., 0]
-            for other_out, other_lse in parts[1:]:
-                out, lse = merge(out, lse, other_out, other_lse[..., 0])
-            target[0].copy_(out)
-            target[1].copy_(lse[..., None])
+    def _all_views(self, blocks: Iterable[Block]) -> list[Tensor]:
+        return [view for block in blocks for view in self._views(block)]
 
     def _attend(self, step: _Kernels) -> None:
         started = self.account.clock()
-        arrays = {role: self.fields(array) for role, array in step.arrays.items()}
+        arrays = {role: self._of(block) for role, block in step.arrays.items()}
         kernel = softmax.attend_grad if step.backward else softmax.attend
         for call in step.calls:
             kernel(call, **arrays, scoring=self.scoring)
@@ -282,7 +258,7 @@ class Execution:
 
 
 def _bytes(fields: Fields) -> int:
-    return sum(t.numel() * t.element_size() for t in fields.values())
+    return messages.size(list(fields.values()))
 
 
 @lru_cache(maxsize=256)

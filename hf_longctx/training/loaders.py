@@ -221,6 +221,7 @@ class Loaders:
             tolerance=arguments.longctx_tolerance,
             budget=self.budget,
             halves=training and arguments.longctx_overlap == "pingpong",  # nothing overlaps alone
+            overlap=LongCtxArguments.plan_overlap(arguments, name),
         )
         source = self.source(dataset, training=training)
         if isinstance(source, PackStream):

@@ -11,6 +11,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from ..arguments import LongCtxArguments
+from ..attention.kinds import say_whole_exchanges
 from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
@@ -107,6 +109,8 @@ class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
     def _adopt(self) -> None:
         """Refuse or accept the model under its name; keep the name for a resume."""
         refuse_model(self.model.config, name=self.longctx_attention)
+        overlap = LongCtxArguments.plan_overlap(self.args, self.longctx_attention)
+        say_whole_exchanges(self.model.config, overlap=overlap)
         if not getattr(self, "model_accepts_loss_kwargs", True):
             raise ValueError(
                 f"{type(self.model).__name__} does not take num_items_in_batch, so its loss cannot "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import LongCtxArguments
+from ..attention.kinds import say_whole_exchanges
 from ..comm.processes import RankPool
 from ..support import refuse_model, refuse_pingpong
 from .ranks import Case, RankResult, run_rank
@@ -174,7 +175,9 @@ def verify(
         lengths=_lengths(document_lengths, ranks=ranks),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
         halves=arguments.longctx_overlap == "pingpong",
+        overlap=arguments.plan_overlap(name),
     )
+    say_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
     stock = run_reference(case, name="eager", dtype=torch.float32)
     single = errors(stock, twin)
@@ -206,6 +209,7 @@ def verify(
         **report,
         "ranks": ranks,
         "layout": case.layout,
+        "overlap": arguments.longctx_overlap,
         "logit_columns": len(case.columns),
         "set_to_0": dropout_fields(config),
         "bounds": bounds,
@@ -232,6 +236,7 @@ def _report(
         "bytes_sent": sum(r.bytes_sent for r in results),
         "recompute_bytes": sum(r.recompute_bytes for r in both),
         **({"switches": sum(r.switches for r in results)} if case.halves else {}),
+        **({"head_groups": max(r.head_groups for r in results)} if case.overlap == "heads" else {}),
     }
 
 

@@ -41,6 +41,7 @@ class Case:
         vocab_size (`int`): Ids are drawn below it.
         checkpointing (`str`): `none`, `reentrant` or `nonreentrant`.
         halves (`bool`): Run each batch that can be split as two halves in turns.
+        overlap (`str`): Of the plan.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Case:
     vocab_size: int
     checkpointing: str = "none"
     halves: bool = False
+    overlap: str = "none"
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
         """How a batch is cut over the ranks, and its halves, where it has any."""
@@ -93,6 +95,7 @@ class RankResult:
         leak (`float`): Largest gradient of other documents' logits in a document's embeddings.
         attention_calls, bytes_planned, bytes_sent, recompute_bytes, switches (`int`): Counts of the
             main run.
+        head_groups (`int`): Groups that an exchange is cut into, at most.
     """
 
     logits: list[Tensor] = field(default_factory=list)
@@ -104,6 +107,7 @@ class RankResult:
     bytes_sent: int = 0
     recompute_bytes: int = 0
     switches: int = 0
+    head_groups: int = 0
 
 
 def run_rank(context: RankContext, *, case: Case) -> RankResult:
@@ -136,6 +140,8 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.switches = runtime.account.switches
         parts = [part for inputs in batches for part in inputs[KEY].parts]
         result.bytes_planned = sum(_planned(part, model, dtype) for part in parts)
+        plans = [plan for part in parts for plan in part._plans.values()]
+        result.head_groups = max(len(plan.groups) for plan in plans)
         assert all(not part.saved.results for part in parts), "saved attention was not dropped"
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -153,7 +159,9 @@ def _inputs(case: Case, context: RankContext, runtime: Runtime, index: int) -> d
     rows = layout.flat_rows(context.rank)
     ids = np.concatenate(documents)
     targets = np.concatenate([np.append(d[1:], -100) for d in documents])
-    batch = LongCtxBatch(layout, context.rank, tolerance=case.tolerance, runtime=runtime)
+    batch = LongCtxBatch(
+        layout, context.rank, tolerance=case.tolerance, runtime=runtime, overlap=case.overlap
+    )
     if halves:
         batch.halves = halved(halves, context.rank, tolerance=case.tolerance)
     return {

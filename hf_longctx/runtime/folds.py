@@ -1,0 +1,39 @@
+"""Parts of a block -> the block: copied, summed, merged or formed anew.
+
+Floor: runtime. A block is the list of its fields' tensors, in the order of its kind.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, linalg
+
+from ..kernels.merge import merge
+
+_Views = Sequence[Tensor]
+
+
+def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
+    """Combine parts into the target, in their order; see `plan.program.Fold`."""
+    if how == "cat":
+        for i, view in enumerate(target):
+            view.copy_(torch.cat([part[i] for part in parts]))
+    elif how == "sum":
+        for part in parts:
+            for view, value in zip(target, part, strict=True):
+                view.add_(value)
+    elif how == "affine":
+        (offset,), (decay,), (entering,) = parts
+        target[0].copy_(offset + decay * entering)
+    elif how == "delta":
+        grad_out, out, lse = parts[0]
+        wide = lse.dtype
+        target[0].copy_(grad_out)
+        target[1].copy_(linalg.vecdot(grad_out.to(wide), out.to(wide))[..., None])
+        target[2].copy_(lse)
+    else:
+        out, lse = parts[0][0], parts[0][1][..., 0]
+        for other_out, other_lse in parts[1:]:
+            out, lse = merge(out, lse, other_out, other_lse[..., 0])
+        target[0].copy_(out)
+        target[1].copy_(lse[..., None])
