@@ -20,9 +20,7 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_layout": ("auto", "contiguous", "zigzag", "spread"),
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
-    "longctx_servers": (0,),
-    "longctx_server_devices": (None,),
-    "longctx_server_timeout": (30.0,),
+    "longctx_server_devices": (None, "cpu"),
     "longctx_server_memory": (None,),
     "longctx_topology": ("auto",),
     "longctx_ulysses_size": (1,),
@@ -67,13 +65,22 @@ class LongCtxArguments:
     )
     longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
         "none",
-        "How communication hides behind work. pingpong (distca): each batch runs as two halves of "
-        "whole documents, and one computes while the other's exchanges travel. heads (distca): each "
-        "exchange is cut into groups of key/value heads, which travel while others are attended to.",
+        "How communication hides behind work. heads (distca): each exchange is cut into groups of "
+        "key/value heads, which travel while others are attended to. pingpong (distca): each batch "
+        "runs as two halves of whole documents, of which one computes while the other's exchanges "
+        "travel.",
     )
-    longctx_servers: int = _flag(0, "Extra attention-server processes. Only 0 is built yet.")
-    longctx_server_devices: str | None = _flag(None, "Devices of the servers. Not built yet.")
-    longctx_server_timeout: float = _flag(30.0, "Seconds a server may take. Not built yet.")
+    longctx_servers: int = _flag(
+        0,
+        "Extra attention-server processes that the trainers start (distca), over all groups and "
+        "nodes, which share them evenly. More can join with hf-longctx serve.",
+    )
+    longctx_server_devices: str | None = _flag(
+        None, "Devices of the servers. Only cpu, the default, is built yet."
+    )
+    longctx_server_timeout: float = _flag(
+        30.0, "Seconds that a trainer waits for a server in one exchange before it gives it up."
+    )
     longctx_server_memory: int | None = _flag(None, "Bytes a server may use. Not built yet.")
     longctx_topology: str = _flag("auto", "Nodes x ranks, as 2x4. Only auto is built yet.")
     longctx_ulysses_size: int = _flag(1, "Ranks that exchange heads. Only 1 is built yet.")
@@ -122,6 +129,15 @@ class LongCtxArguments:
         if not 0 <= self.longctx_tolerance < float("inf"):
             raise ValueError(
                 f"longctx_tolerance={self.longctx_tolerance} must be 0 or more, for example 0.05"
+            )
+        if self.longctx_servers < 0:
+            raise ValueError(
+                f"longctx_servers={self.longctx_servers} must be 0 or more; 0 has the trainers "
+                "attend by themselves"
+            )
+        if not self.longctx_server_timeout > 0:
+            raise ValueError(
+                f"longctx_server_timeout={self.longctx_server_timeout} must be above 0; 30 is usual"
             )
         data_seed = getattr(self, "data_seed", None)  # a field of TrainingArguments
         _refuse_type("data_seed", data_seed, hint=int | None, default=None)

@@ -39,6 +39,13 @@ def add_verify(commands: Any) -> None:
     verify.add_argument("--attn_implementation", required=True, help="distca or ring")
     verify.add_argument("--ranks", type=int, required=True, help="processes to start")
     verify.add_argument(
+        "--servers",
+        type=int,
+        default=0,
+        metavar="S",
+        help="extra attention servers that the ranks start (distca; default: 0)",
+    )
+    verify.add_argument(
         "--dtype",
         choices=("float64", "float32", "bf16"),
         default="float64",
@@ -114,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             checkpointing=arguments.checkpointing,
             document_lengths=arguments.document_lengths,
+            servers=arguments.servers,
         )
     show(report, arguments.json)
     failed = report["failed"]

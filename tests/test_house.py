@@ -31,7 +31,17 @@ FLOORS = (
     {"training"},
     {"simulate"},
     {"bench", "verify"},
-    {"cli", "cli_check", "cli_cluster", "cli_common", "cli_verify", "run", "run_flags", "__init__"},
+    {
+        "cli",
+        "cli_check",
+        "cli_cluster",
+        "cli_common",
+        "cli_serve",
+        "cli_verify",
+        "run",
+        "run_flags",
+        "__init__",
+    },  # fmt: skip
 )
 # A plan and its simulation are data: they run where no process group and no model exists.
 PURE = {"plan", "simulate"}

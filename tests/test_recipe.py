@@ -117,7 +117,7 @@ def test_a_run_is_refused_before_it_starts(recipe, flags, tmp_path, monkeypatch,
         ("data: x", [], "--model_name_or_path is missing"),
         ("model_name_or_path: x", [], "--data is missing"),
         ("data: x\nmodel_name_or_path: x\nlongctx_layout: spiral", [], "longctx_layout='spiral'"),
-        ("data: x\nmodel_name_or_path: x", ["--longctx_servers", "1"], "longctx_servers=1"),
+        ("data: x\nmodel_name_or_path: x", ["--longctx_servers", "-1"], "longctx_servers=-1"),
     ],
 )
 def test_a_recipes_file_and_flags_are_refused(recipe, tmp_path, text, flags, message):

@@ -160,6 +160,7 @@ ARGUMENTS = {
     "float16": {"fp16": True},
     "torch.compile": {"torch_compile": True},
     "DeepSpeed beyond ZeRO 0, 1 and 2": {"deepspeed": {"zero_optimization": {"stage": 3}}},
+    "attention servers under DeepSpeed": {"longctx_servers": 1, "deepspeed": {}},
 }
 FOREIGN = {  # no fields of our arguments
     "DataParallel": SimpleNamespace(n_gpu=2),

@@ -14,6 +14,7 @@ from hf_longctx.comm.channels import Exchange, ExchangeError, Hub, Parcel
 from hf_longctx.plan.check import check
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.layout import cut
+from hf_longctx.plan.packed import pack
 from hf_longctx.plan.plans import make_plan
 
 KIND = LayerKind(query_width=2, key_value_width=2)
@@ -41,6 +42,18 @@ def test_results_stay_whoever_serves(ranks: int) -> None:
     run = run_threads(plan, rows)
     assert run.sent[ranks] > 0
     assert run.results.error(reference(rows, lengths)) < 1e-12
+
+
+def test_rank_0_keeps_step_with_ranks_that_use_servers() -> None:
+    """Rank 0 tells servers of a layer, in the order in which halves alternate elsewhere."""
+    lengths = [300, 300, 600]
+    rows = Rows.random(sum(lengths))
+    layout = cut(lengths, ranks=2, layout="contiguous")
+    plan = make_plan("distca", layout, kind=rows.kind(), speeds=(1.0,))
+    assert not pack(plan.program(0)).exchanges and pack(plan.program(1)).exchanges
+    assert [plan.program(p).phases.tolist() for p in range(3)] == [[3, 3]] * 3
+    check(plan)
+    assert run_threads(plan, rows).results.error(reference(rows, lengths)) < 1e-12
 
 
 def test_servers_change_the_plan_but_not_the_layout_or_the_plan_without() -> None:

@@ -6,11 +6,13 @@ a padded or cached call. Letters: B batch, S tokens of a row, H query heads, K k
 head size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.bridge import BridgedChannel
 from ..data.batch import KEY, LongCtxBatch
 from ..kernels.softmax import Scoring
 from ..plan.cost import LayerKind
@@ -18,6 +20,7 @@ from ..plan.plans import local_plan
 from ..plan.program import Program
 from ..runtime.autograd import Layer, attend
 from ..runtime.binding import Runtime
+from ..runtime.requests import call_servers
 from ..support import refuse_call
 from .dense import dense
 from .documents import local_documents, refuse_packed_padding
@@ -171,10 +174,14 @@ def _with_batch(
         key_value_width=rows[1][0].numel() + rows[2][0].numel() if held else 1,
         kv_heads=rows[1].shape[1],
     )
-    program = batch.plan(algorithm, kind).program(batch.rank)
+    plan = batch.plan(algorithm, kind)
+    program = plan.program(batch.rank)
     account, name = runtime.account, getattr(module, "layer_idx", id(module))
     recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
     layer = Layer(program, runtime.channel, scoring, account, half=batch.half)
+    if batch.speeds:
+        assert isinstance(runtime.channel, BridgedChannel), "servers are reached over bridges"
+        layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
     before = runtime.sent_bytes
     if recompute:
         layer.saved = batch.saved.take(name)

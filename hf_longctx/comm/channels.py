@@ -86,7 +86,7 @@ class GlooChannel:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float = EXCHANGE_SECONDS) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
+        self.group, self.rank = group, group.rank()  # also of a group outside the default one
         self.timeout = timedelta(seconds=timeout)
         self.sent: Counter[int] = Counter()
         self._numbers: Counter[tuple[str, int]] = Counter()

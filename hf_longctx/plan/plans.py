@@ -5,7 +5,7 @@ own program. One int64 of the digest is compared across ranks before each step.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -98,6 +98,8 @@ class Plan:
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
             else:
                 built = serve.program(self._exchange, rank=rank, groups=self.groups)
+            if rank == 0 and (self.tasks[:, 4] >= self.layout.ranks).any():
+                built = _in_three_phases(built)
             self._programs[rank] = built
         return self._programs[rank]
 
@@ -176,6 +178,19 @@ def make_plan(
     if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
         loans = lend(layout, balanced, kind=kind, tolerance=tolerance, speeds=speeds)
     return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap)
+
+
+def _in_three_phases(program: Program) -> Program:
+    """A program of one phase as the middle one of three.
+
+    Rank 0 tells servers of a layer at its first phase. Where two halves of a batch alternate at
+    phases, it must do so in the order in which other ranks send, though it may send nothing itself.
+    """
+    if program.phases.tolist() != [1, 1]:
+        return program
+    ops, phases = program.ops.copy(), np.full_like(program.phases, 3)
+    ops[:, 1] = 1
+    return replace(program, ops=ops, phases=phases)
 
 
 @lru_cache(maxsize=32)

@@ -19,6 +19,7 @@ from ..kernels.softmax import Scoring
 from ..plan.count import Widths
 from ..plan.program import Program
 from .executor import Account, Execution, drive
+from .requests import Request
 
 _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
 
@@ -37,6 +38,7 @@ class Layer:
         forget (`Callable`, *optional*): Called when backward starts: saved results can go.
         half (`int`, *optional*, defaults to 0): Which half of a batch this is.
         turn (`Callable`, *optional*): Hands over to the other half, in a forward of both.
+        call (`Callable`, *optional*): Called when a direction starts: tells extra servers of it.
     """
 
     program: Program
@@ -47,6 +49,7 @@ class Layer:
     forget: Callable[[], None] | None = None
     half: int = 0
     turn: Callable[[], None] | None = None
+    call: Callable[[Request], None] | None = None
     run: Execution | None = None
 
     def start(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, backward: bool) -> Execution:
@@ -57,6 +60,8 @@ class Layer:
             head_dim=q_THD.shape[2],
             value_dim=v_TKD.shape[2],
         )
+        if self.call is not None:
+            self.call(Request(backward, widths, q_THD.dtype, self.scoring))
         self.run = Execution(
             self.program,
             widths=widths,

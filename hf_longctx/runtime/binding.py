@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..comm.channels import Channel
 from .executor import Account
+from .requests import Caller
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,10 +17,13 @@ class Runtime:
     Args:
         channel (`Channel`, *optional*): How the group exchanges; `None` where one process is alone.
         account (`Account`): Counts of calls, bytes and seconds.
+        callers (`tuple[Caller, ...]`): Tell each extra server what it will have to do; only the
+            group's first rank has them.
     """
 
     channel: Channel | None = None
     account: Account = field(default_factory=Account)
+    callers: tuple[Caller, ...] = ()
 
     @property
     def sent_bytes(self) -> int:

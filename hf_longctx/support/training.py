@@ -67,6 +67,13 @@ def _deepspeed(arguments: Any) -> object:
     return f"deepspeed keys {others}" if others else None
 
 
+def _servers_under_deepspeed(arguments: Any) -> object:
+    servers = getattr(arguments, "longctx_servers", 0)
+    engines = (getattr(arguments, name, None) for name in ("deepspeed", "deepspeed_plugin"))
+    deepspeed = any(engine is not None for engine in engines)
+    return f"longctx_servers={servers}" if servers and deepspeed else None
+
+
 def _too_many_devices(arguments: Any) -> object:
     devices = getattr(arguments, "n_gpu", 0)
     return f"{devices} devices in one process" if devices > 1 else None
@@ -174,6 +181,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         _deepspeed,
         "only those stages, without offloading and optimizers of DeepSpeed, are shown to be exact",
         "set zero_optimization.stage to 0, 1 or 2, leave the rest out, and choose --optim",
+    ),
+    Rule(
+        "attention servers under DeepSpeed",
+        _servers_under_deepspeed,
+        "its engine steps within backward, so a step that lost a server cannot be run again",
+        "leave longctx_servers at 0, or leave DeepSpeed out",
     ),
 )
 

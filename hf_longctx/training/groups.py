@@ -5,6 +5,7 @@ Floor: training.
 
 import atexit
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -66,6 +67,49 @@ def find_group(arguments: Any) -> Group:
     return Group(trainers=trainers, size=size, index=rank // size, rank=rank % size)
 
 
+def exchange_seconds(default_seconds: float) -> float:
+    """Longest wait for a peer in an exchange, under that in the default group, so that the error
+    of a lost peer comes from there, where it names the peer."""
+    return min(EXCHANGE_SECONDS, default_seconds / 2)
+
+
+def servers_of_a_group(arguments: Any, group: Group, *, name: str) -> int:
+    """Attention servers that each group starts.
+
+    Args:
+        arguments: The training arguments.
+        group (`Group`): Where this process is.
+        name (`str`): Attention name.
+
+    Raises:
+        ValueError: where they cannot be shared evenly, the attention has none, or trainers would
+            give each other up before a server.
+    """
+    servers = arguments.longctx_servers
+    if not servers:
+        return 0
+    if name != "distca":
+        raise ValueError(
+            f"longctx_servers={servers} under attn_implementation={name!r}: only distca has "
+            "servers; use it, or leave longctx_servers at 0"
+        )
+    nodes = group.trainers // int(os.environ.get("LOCAL_WORLD_SIZE", group.trainers))
+    each = math.lcm(group.groups, nodes)
+    if servers % each:
+        raise ValueError(
+            f"longctx_servers={servers} must be divided evenly over {group.groups} group(s) and "
+            f"{nodes} node(s); use a multiple of {each}"
+        )
+    limit = exchange_seconds(arguments.ddp_timeout)
+    if group.size > 1 and not arguments.longctx_server_timeout < limit:
+        raise ValueError(
+            f"longctx_server_timeout={arguments.longctx_server_timeout} must be below {limit:g}, "
+            "the seconds after which trainers give each other up: 120, or half of ddp_timeout; "
+            "lower the one or raise the other"
+        )
+    return int(servers // group.groups)
+
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -85,8 +129,7 @@ def join(group: Group, *, default_seconds: float) -> Runtime:
     Args:
         group (`Group`): Where this process is.
         default_seconds (`float`): Longest wait in the default group, whose gloo time-out Trainer
-            leaves at 30 minutes on the CPU. An exchange waits at most half as long: the error of a
-            lost peer is to come from there, where it names the peer.
+            leaves at 30 minutes on the CPU; see `exchange_seconds` for an exchange.
     """
     end_with_launcher()
     if group.trainers > 1 and dist.get_backend() == "gloo":
@@ -94,7 +137,7 @@ def join(group: Group, *, default_seconds: float) -> Runtime:
         dist.group.WORLD.set_timeout(timedelta(seconds=default_seconds))
     if group.size == 1:
         return Runtime()
-    seconds = min(EXCHANGE_SECONDS, default_seconds / 2)
+    seconds = exchange_seconds(default_seconds)
     mine: dist.ProcessGroup | None = None
     for index in range(group.groups):
         members = list(range(index * group.size, (index + 1) * group.size))

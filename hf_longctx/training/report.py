@@ -23,8 +23,11 @@ class StepReport:
         spanning (`int`): Documents with tokens on several ranks.
         busiest_before, busiest_after (`float`): Score entries of the busiest rank, by home and by
             server, added up over layers and batches: ranks meet in every layer, so an uneven batch
-            is not made good by the next one.
-        mean (`float`): Those of the mean rank.
+            is not made good by the next one. Extra servers count by their speed, and take from the
+            mean too.
+        mean (`float`): Those of the mean rank, by home.
+        servers (`int`): Extra servers at the last batch.
+        served (`float`): What they attended to, in units of `mean`.
         batches, halved (`int`): Micro-batches, and those that ran as two halves.
     """
 
@@ -34,6 +37,8 @@ class StepReport:
     busiest_before: float = 0.0
     busiest_after: float = 0.0
     mean: float = 0.0
+    servers: int = 0
+    served: float = 0.0
     batches: int = 0
     halved: int = 0
 
@@ -42,15 +47,18 @@ class StepReport:
         self.tokens += int(batch.layout.lengths.sum()) - batch.filler
         self.budget += batch.budget
         self.spanning += batch.layout.spanning_documents
+        self.servers, ranks = len(batch.speeds), batch.layout.ranks
         self.batches += 1
         self.halved += bool(batch.halves)
         for kind in set(kinds):
             for part in batch.parts:
                 plan, layers = part.plan(algorithm, kind), kinds.count(kind)
                 work = plan.work(balanced=True)
+                mean = layers * float(work.sum()) / ranks
                 self.busiest_before += layers * float(plan.work(balanced=False).max())
-                self.busiest_after += layers * float(work.max())
-                self.mean += layers * float(work.mean())
+                self.busiest_after += mean * plan.attention_max_over_mean()
+                self.mean += mean
+                self.served += layers * float(work[ranks:].sum()) / ranks
 
     def of_all_groups(self, accelerator: Any, *, ranks: int) -> "StepReport":
         """Sums over the groups, with the busiest rank of any; a collective call of all trainers.
@@ -62,20 +70,26 @@ class StepReport:
         mine = torch.tensor(astuple(self), dtype=torch.float64, device=accelerator.device)
         columns = accelerator.gather(mine[None])[::ranks].T.cpu()
         tokens, budget, spanning = (int(column.sum()) for column in columns[:3])
-        before, after, mean = columns[3:6]
-        batches, halved = (int(column.sum()) for column in columns[6:])
+        before, after, mean, servers, served = columns[3:8]
+        batches, halved = (int(column.sum()) for column in columns[8:])
         return StepReport(
             tokens, budget, spanning, float(before.max()), float(after.max()), float(mean.mean()),
-            batches, halved,
+            int(servers.sum()), float(served.mean()), batches, halved,
         )  # fmt: skip
 
     def logs(self) -> dict[str, float]:
-        """Log entries: tokens, fill, and attention max/mean before and after balancing."""
+        """Log entries: tokens, fill, attention max/mean before and after balancing; with extra
+        servers how many there are, and the share of attention work that they did."""
+        with_servers = {
+            "longctx_servers": self.servers,
+            "longctx_server_tasks": round(self.served / self.mean, 4),
+        }
         return {
             "longctx_tokens": self.tokens,
             "longctx_fill": round(self.tokens / self.budget, 4) if self.budget else 0.0,
             "longctx_attention_before": round(self.busiest_before / self.mean, 4),
             "longctx_attention_after": round(self.busiest_after / self.mean, 4),
+            **(with_servers if self.servers else {}),
         }
 
 
@@ -88,14 +102,15 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
         spanning (`int`): Documents of all batches with tokens on several ranks.
 
     Returns:
-        `ranks`, `spanning_documents`, `bytes_moved` (over ranks and steps), `steps`, `loss_first`,
-        `loss_last` (`None` without a logged step).
+        `ranks`, `spanning_documents`, `bytes_moved` (over ranks and steps), `servers` (at the last
+        step), `steps`, `loss_first`, `loss_last` (`None` without a logged step).
     """
     steps = [entry for entry in history if "longctx_tokens" in entry]
     return {
         "ranks": ranks,
         "spanning_documents": spanning,
         "bytes_moved": sum(entry["longctx_bytes_moved"] for entry in steps),
+        "servers": steps[-1].get("longctx_servers", 0) if steps else 0,
         "steps": steps[-1]["step"] if steps else 0,
         "loss_first": steps[0]["loss"] if steps else None,
         "loss_last": steps[-1]["loss"] if steps else None,
@@ -104,7 +119,9 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
 
 def table(history: Sequence[dict[str, Any]]) -> str:
     """The logged steps as text: one line a step, for people."""
-    rows = [("step", "tokens", "fill", "attention max/mean", "moved", "waiting", "loss")]
+    served = any("longctx_servers" in entry for entry in history)
+    columns = ("step", "tokens", "fill", "attention max/mean", "moved", "waiting", "loss")
+    rows = [columns + ("by servers",) * served]
     for entry in (e for e in history if "longctx_tokens" in e):
         before, after = entry["longctx_attention_before"], entry["longctx_attention_after"]
         rows.append(
@@ -117,6 +134,7 @@ def table(history: Sequence[dict[str, Any]]) -> str:
                 f"{entry['longctx_wait_seconds']:.2f} s",
                 f"{float(entry['loss']):.4f}",
             )
+            + (f"{entry.get('longctx_server_tasks', 0.0):.0%}",) * served
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)

@@ -32,8 +32,9 @@ class StepsMixin(_Base):
         """Nothing is counted so far."""
         self._report, self._logged = StepReport(), torch.zeros(2, dtype=torch.float64)
 
-    def _bind(self, inputs: dict[str, Any]) -> LongCtxBatch:
-        """Tie a batch to this process, and compare its plan across the group."""
+    def _bind(self, inputs: dict[str, Any], *, speeds: tuple[float, ...] = ()) -> LongCtxBatch:
+        """Tie a batch to this process and to servers of these speeds, and compare its plan across
+        the group."""
         batch: LongCtxBatch | None = inputs.get(KEY)
         if batch is None:
             raise ValueError(
@@ -43,7 +44,7 @@ class StepsMixin(_Base):
         refuse_longer(batch.layout.lengths.tolist(), limit=self._position_limit)
         if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
-        batch.runtime = self.longctx_runtime
+        batch.runtime, batch.speeds = self.longctx_runtime, speeds
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
             digest = batch.digest(self.longctx_attention, kinds)
@@ -54,7 +55,7 @@ class StepsMixin(_Base):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         """One micro-batch, with this process's channel bound to it."""
-        batch = self._bind(inputs)
+        batch = self._bind(inputs, speeds=self.longctx_servers.speeds)
         kinds = layer_kinds(self.model.config)
         self._report.add(batch, algorithm=self.longctx_attention, kinds=kinds)
         if self.args.longctx_overlap == "pingpong" and self.args.process_index == 0:

@@ -35,6 +35,7 @@ from .overrides import refuse_shadowed_loaders
 from .positions import position_limit, refuse_longer
 from .probe import probe
 from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
+from .servers import servers_for
 from .steps import StepsMixin
 
 
@@ -81,6 +82,9 @@ class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
         self._position_limit = position_limit(self.model)
         self._check_data()
         self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
+        self.longctx_servers = servers_for(
+            self.longctx_runtime, self.longctx_group, self.args, name=self.longctx_attention
+        )
         self.add_callback(LongCtxCallback(self))
 
     def _build_accelerator_args(self, **kwargs: Any) -> Any:
@@ -191,6 +195,8 @@ class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train; a resumed run takes its attention name from the checkpoint's arguments.
 
+        Extra attention servers, if any, live as long as this call.
+
         Raises:
             ValueError: where a resumed run would skip other data than the checkpoint's run took;
                 see `resume`.
@@ -204,7 +210,9 @@ class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
                 self._restore_name(kept, source="the checkpoint")
                 stream = isinstance(self.longctx_sampler, PackStream)
                 refuse_other_data(kept, self.args, checkpoint=resume_from_checkpoint, stream=stream)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        with self.longctx_servers:
+            self.longctx_servers.start()
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_name(self, kept: Any, *, source: str) -> None:
         """Run a model without one of our names under the one that `kept` holds, if it does."""

@@ -137,6 +137,7 @@ def verify(
     dtype: str = "float64",
     checkpointing: bool = False,
     document_lengths: Sequence[int] | None = None,
+    servers: int = 0,
     pool: RankPool | None = None,
 ) -> dict[str, Any]:
     """Compare one model under one of our names with one process.
@@ -150,6 +151,7 @@ def verify(
         checkpointing (`bool`, *optional*): Run both kinds and report the worst of each figure.
         document_lengths (`Sequence[int]`, *optional*): Documents of one batch to use instead of
             those of `case_lengths`.
+        servers (`int`, *optional*, defaults to 0): Extra attention servers that the ranks start.
         pool (`RankPool`, *optional*): Rank processes to use; started and ended here by default.
 
     Returns:
@@ -161,6 +163,10 @@ def verify(
     """
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")
+    if servers < 0 or (servers and name != "distca"):
+        raise ValueError(
+            f"--servers {servers} with {name}: it must be 0 or more, and only distca has servers"
+        )
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
@@ -176,6 +182,7 @@ def verify(
         vocab_size=config.get_text_config(decoder=True).vocab_size,
         halves=arguments.longctx_overlap == "pingpong",
         overlap=arguments.plan_overlap(name),
+        servers=servers,
     )
     say_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
@@ -237,6 +244,8 @@ def _report(
         "recompute_bytes": sum(r.recompute_bytes for r in both),
         **({"switches": sum(r.switches for r in results)} if case.halves else {}),
         **({"head_groups": max(r.head_groups for r in results)} if case.overlap == "heads" else {}),
+        "servers": case.servers,
+        "tasks_on_servers": sum(r.tasks_on_servers for r in results),
     }
 
 
@@ -271,6 +280,8 @@ def _failed(report: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]
         broken.append(
             f"bytes_sent {report['bytes_sent']} differ from bytes_planned {report['bytes_planned']}"
         )
+    if report.get("servers") and not report["tasks_on_servers"]:
+        broken.append("no task ran on a server: give longer --document_lengths")
     if not report["attention_calls"]:
         broken.append("the model never called the attention hook")
     return broken

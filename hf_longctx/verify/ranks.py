@@ -3,8 +3,11 @@
 Floor: verify. Letters: T rows of this rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from ..plan.halves import Halves, halve
 from ..plan.layout import Layout, cut
 from ..runtime.binding import Runtime
 from ..training.halves import run_halves
+from ..training.servers import Servers
 from .twins import DTYPES, backward, build, precision
 
 COLUMNS = 4096  # logits of a row that are kept; all 150,000 of a large vocabulary fill the memory
@@ -42,6 +46,7 @@ class Case:
         checkpointing (`str`): `none`, `reentrant` or `nonreentrant`.
         halves (`bool`): Run each batch that can be split as two halves in turns.
         overlap (`str`): Of the plan.
+        servers (`int`): Extra attention servers beside the ranks.
     """
 
     model: str
@@ -54,6 +59,7 @@ class Case:
     checkpointing: str = "none"
     halves: bool = False
     overlap: str = "none"
+    servers: int = 0
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
         """How a batch is cut over the ranks, and its halves, where it has any."""
@@ -94,8 +100,9 @@ class RankResult:
         grads (`dict[str, Tensor]`): Parameter gradients summed over ranks (rank 0 only).
         leak (`float`): Largest gradient of other documents' logits in a document's embeddings.
         attention_calls, bytes_planned, bytes_sent, recompute_bytes, switches (`int`): Counts of the
-            main run.
+            main run; rank 0 counts what servers send.
         head_groups (`int`): Groups that an exchange is cut into, at most.
+        tasks_on_servers (`int`): Tasks of the main run that servers did (rank 0 only).
     """
 
     logits: list[Tensor] = field(default_factory=list)
@@ -108,6 +115,7 @@ class RankResult:
     recompute_bytes: int = 0
     switches: int = 0
     head_groups: int = 0
+    tasks_on_servers: int = 0
 
 
 def run_rank(context: RankContext, *, case: Case) -> RankResult:
@@ -124,9 +132,9 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
     if case.halves:
         run_halves(model)
     result, runtime = RankResult(), Runtime(channel=context.channel)
-    with precision(dtype):
+    with precision(dtype), _servers(case, context, runtime) as servers:
         losses = []
-        batches = [_inputs(case, context, runtime, i) for i in range(len(case.lengths))]
+        batches = [_inputs(case, context, servers, i) for i in range(len(case.lengths))]
         for inputs in batches:
             output = model(**inputs, num_items_in_batch=torch.tensor(case.targets))
             losses.append(output.loss)
@@ -139,7 +147,9 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.bytes_sent = runtime.sent_bytes
         result.switches = runtime.account.switches
         parts = [part for inputs in batches for part in inputs[KEY].parts]
-        result.bytes_planned = sum(_planned(part, model, dtype) for part in parts)
+        result.bytes_planned = sum(
+            _planned(part, model, dtype, process=context.rank) for part in parts
+        )
         plans = [plan for part in parts for plan in part._plans.values()]
         result.head_groups = max(len(plan.groups) for plan in plans)
         assert all(not part.saved.results for part in parts), "saved attention was not dropped"
@@ -149,19 +159,52 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
             dist.all_reduce(grad, group=context.group)
             if context.rank == 0:
                 result.grads[name] = grad
-        result.leak = _leak(model, case, context, runtime)
+        if context.rank == 0:
+            _count_servers(result, servers, [i[KEY] for i in batches], model, dtype)
+        result.leak = _leak(model, case, context, servers)
     return result
 
 
-def _inputs(case: Case, context: RankContext, runtime: Runtime, index: int) -> dict[str, Any]:
+@contextmanager
+def _servers(case: Case, context: RankContext, runtime: Runtime) -> Iterator[Servers]:
+    """The case's servers, started by the ranks as trainers start theirs."""
+    with (
+        TemporaryDirectory(prefix="hf_longctx_servers_") as folder,
+        Servers(
+            runtime, ranks=context.ranks, rank=context.rank, count=case.servers, folder=Path(folder)
+        ) as servers,
+    ):
+        servers.start()
+        yield servers
+
+
+def _count_servers(
+    result: RankResult, servers: Servers, batches: list[LongCtxBatch], model: Any, dtype: Any
+) -> None:
+    """Add what servers were to do, and what they say they sent."""
+    result.bytes_sent += sum(int(report["sent"]) for report in servers.report())
+    for batch in batches:
+        ranks = batch.layout.ranks
+        for number in range(len(batch.speeds)):
+            result.bytes_planned += _planned(batch, model, dtype, process=ranks + number)
+        for plan in (batch.plan("distca", kind) for kind in layer_kinds(model.config)):
+            result.tasks_on_servers += int((plan.tasks[:, 4] >= ranks).sum())
+
+
+def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> dict[str, Any]:
     documents = case.documents(index)
     layout, halves = case.cut(index, ranks=context.ranks)
     rows = layout.flat_rows(context.rank)
     ids = np.concatenate(documents)
     targets = np.concatenate([np.append(d[1:], -100) for d in documents])
     batch = LongCtxBatch(
-        layout, context.rank, tolerance=case.tolerance, runtime=runtime, overlap=case.overlap
+        layout,
+        context.rank,
+        tolerance=case.tolerance,
+        runtime=servers.runtime,
+        overlap=case.overlap,
     )
+    batch.speeds = servers.speeds
     if halves:
         batch.halves = halved(halves, context.rank, tolerance=case.tolerance)
     return {
@@ -173,20 +216,20 @@ def _inputs(case: Case, context: RankContext, runtime: Runtime, index: int) -> d
     }
 
 
-def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype) -> int:
-    """Bytes that this rank's programs send for one batch, over all layers."""
+def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype, *, process: int) -> int:
+    """Bytes that a rank's or server's programs send for one batch, over all layers."""
     widths = [layer_widths(config, dtype=dtype) for config in layer_configs(model.config)]
     plans = {kind: plan for (_, kind, _), plan in batch._plans.items()}
-    programs = [plans[kind].program(batch.rank) for kind in layer_kinds(model.config)]
+    programs = [plans[kind].program(process) for kind in layer_kinds(model.config)]
     return sum(map(sent_in_layer, programs, widths))
 
 
-def _leak(model: Any, case: Case, context: RankContext, runtime: Runtime) -> float:
+def _leak(model: Any, case: Case, context: RankContext, servers: Servers) -> float:
     """Largest |d(other documents' logits) / d(a document's embeddings)| over some documents."""
     leaks = [0.0]
     index = len(case.lengths) - 1
     for document in _suspects(case.lengths[index]):
-        inputs = _inputs(case, context, runtime, index)
+        inputs = _inputs(case, context, servers, index)
         ids = inputs.pop("input_ids")
         embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
         mine = np.concatenate(

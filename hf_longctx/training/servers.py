@@ -1,0 +1,293 @@
+"""A group's trainers and a number of servers -> processes that attend for them, while they last.
+
+Floor: training. Every trainer of the group does the same at the same points: start, admit, drop and
+close. The first one listens and calls; each holds its own end of every bridge.
+"""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ..comm.bridge import BridgedChannel
+from ..comm.channels import Channel, GlooChannel
+from ..comm.handshake import Refused, receive, send
+from ..comm.meeting import STEP_SECONDS, Address, Bridge, Meeting, open_store, share
+from ..comm.rendezvous import Listener, Waiting, own_address
+from ..runtime.binding import Runtime
+from ..runtime.requests import Caller
+from .groups import Group, servers_of_a_group
+from .spawn import Spawned, spawn, write_token
+
+logger = logging.getLogger(__name__)
+START_SECONDS = 120.0  # that spawned servers may take to start
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server of the roster, as this trainer sees it.
+
+    Args:
+        name (`str`): For people.
+        speed (`float`): Beside a rank's 1.
+        bridge (`Bridge`): To it.
+        spawned (`int`): Its number among those that were started; -1 for one that joined.
+        waiting (`Waiting`, *optional*): The first trainer's connection to it.
+        caller (`Caller`, *optional*): The first trainer's.
+    """
+
+    name: str
+    speed: float
+    bridge: Bridge
+    spawned: int
+    waiting: Waiting | None
+    caller: Caller | None
+
+
+class Servers:
+    """The attention servers of one group.
+
+    Args:
+        runtime (`Runtime`): Its channel reaches the group's ranks, and then the servers too.
+        ranks (`int`): Ranks of the group.
+        rank (`int`): This one.
+        count (`int`): Servers to start, spread over the ranks.
+        folder (`Path`): Where token and logs go.
+        name (`str`): Of the group, in file names.
+        timeout (`float`): Seconds that a server may take for an exchange.
+        toward (`str`): A host that the group's first rank reaches over the interface to listen on.
+
+    Attributes:
+        runtime (`Runtime`): As given.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        ranks: int,
+        rank: int,
+        count: int,
+        folder: Path,
+        name: str = "group0",
+        timeout: float = 30.0,
+        toward: str = "127.0.0.1",
+    ) -> None:
+        self.runtime, self.ranks, self.rank, self.count = runtime, ranks, rank, count
+        self.folder, self.name, self.timeout, self.toward = folder, name, timeout, toward
+        assert runtime.channel is None or isinstance(runtime.channel, GlooChannel)
+        self._peers: GlooChannel | None = runtime.channel
+        self._roster: list[Server] = []
+        self._spawned: dict[int, Spawned] = {}
+        self._listener: Listener | None = None
+        self._meeting: Meeting | None = None
+        self._called = 0
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of each server, beside a rank's 1."""
+        return tuple(server.speed for server in self._roster)
+
+    @property
+    def channel(self) -> Channel | None:
+        """To the ranks and the servers of the present roster."""
+        return self.runtime.channel
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Numbers in the present roster that this process found lost."""
+        channel = self.runtime.channel
+        return frozenset(channel.lost) if isinstance(channel, BridgedChannel) else frozenset()
+
+    @property
+    def _token_file(self) -> Path:
+        return self.folder / f"{self.name}.rank{self.rank}.token"
+
+    def start(self) -> None:
+        """Start the servers and wait for them.
+
+        Raises:
+            RuntimeError: where one does not come.
+        """
+        count = self.count
+        if not count:
+            return
+        address = self._open()
+        write_token(self._token_file, address.token.encode())
+        for number in range(count):
+            if number * self.ranks // count == self.rank:
+                self._spawned[number] = spawn(
+                    number,
+                    join=address.join,
+                    token_file=self._token_file,
+                    log=self.folder / f"{self.name}.server{number}.log",
+                )
+        for number in range(count):
+            self._admit(self._await(number) if self._listener else None)
+            if len(self._roster) != number + 1:
+                raise RuntimeError(self._why_not(number))
+        if self._listener:
+            logger.info(
+                "%s: %d trainers attend with %d servers; another joins at the next step with\n"
+                "    hf-longctx serve --join %s --token-file %s",
+                self.name, self.ranks, count, address.join, self._token_file.absolute(),
+            )  # fmt: skip
+
+    def _open(self) -> Address:
+        """Listen on the first rank, and have all ranks know where."""
+        host, address = own_address(self.toward), None
+        store: dist.TCPStore | None = None
+        if self.rank == 0:
+            token = secrets.token_hex(32)
+            self._listener = Listener(host, token=token.encode())
+            store = open_store(host, seconds=STEP_SECONDS)
+            address = Address(host, self._listener.port, store.port, token)
+        address = share(address, self._peers)
+        if store is None:
+            store = open_store(address.host, address.store_port, seconds=STEP_SECONDS)
+        self._meeting = Meeting(store, host, self.rank, self.ranks, self.timeout)
+        return address
+
+    def _await(self, number: int) -> Waiting | None:
+        """A spawned server, once it has come; `None` where it ended or takes too long."""
+        assert self._listener is not None
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            waiting = self._listener.take(number)
+            if waiting is not None:
+                return waiting
+            if number in self._spawned and self._spawned[number].process.poll() is not None:
+                return None
+            time.sleep(0.02)
+        return None
+
+    def _why_not(self, number: int) -> str:
+        if number not in self._spawned:
+            return f"attention server {number} did not start; its log is with the trainer it is of"
+        own = self._spawned[number]
+        return f"attention server {number} did not start: {own.last_words()} ({own.log})"
+
+    def joining(self) -> int:
+        """Servers that wait to be admitted; known to the first rank alone."""
+        return len(self._listener.waiting) if self._listener else 0
+
+    def admit(self) -> None:
+        """Take one waiting server into the roster, at the end; it may have left meanwhile."""
+        waiting, before = self._listener.take() if self._listener else None, len(self._roster)
+        self._admit(waiting)
+        if waiting is not None:
+            came = "joined" if len(self._roster) > before else "did not come when it was called"
+            logger.info("%s: %s %s", self.name, waiting.visitor.name, came)
+
+    def _admit(self, waiting: Waiting | None) -> None:
+        assert self._meeting is not None, "servers join a run that was started with servers"
+        name, self._called = f"bridge{self._called}", self._called + 1
+        if self.rank == 0:
+            self._meeting.call(name, waiting)
+        found = self._meeting.build(name)
+        if found is None:
+            if waiting is not None:
+                waiting.send_away()
+            return
+        bridge, visitor = found
+        caller = Caller(bridge, ranks=self.ranks) if self.rank == 0 else None
+        server = Server(visitor.name, visitor.speed, bridge, visitor.spawned, waiting, caller)
+        self._roster.append(server)
+        self._connect()
+
+    def _connect(self) -> None:
+        """A channel to the present roster, which counts on from the last one."""
+        before, bridges = self.runtime.channel, [server.bridge for server in self._roster]
+        channel = BridgedChannel(self._peers, bridges, ranks=self.ranks, rank=self.rank)
+        if before is not None:
+            channel.sent.update(before.sent)
+        self.runtime.channel = channel
+        self.runtime.callers = tuple(s.caller for s in self._roster if s.caller is not None)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Give servers up: what they still do is of no use, and they are to end."""
+        given_up = frozenset(numbers)
+        gone = [server for at, server in enumerate(self._roster) if at in given_up]
+        self._roster = [s for at, s in enumerate(self._roster) if at not in given_up]
+        self._connect()
+        for server in gone:
+            server.bridge.close()
+            if server.waiting is not None:
+                server.waiting.send_away()
+            own = self._spawned.pop(server.spawned, None)
+            if own is not None:
+                own.end(seconds=0.0)
+                logger.warning(
+                    "server %d (%s) is lost, exit code %s; its log %s ends: %s",
+                    server.spawned, server.name, own.process.returncode, own.log, own.last_words(),
+                )  # fmt: skip
+
+    def report(self) -> list[dict[str, float]]:
+        """What each server says it did so far; known to the first rank alone."""
+        return [said for said in self._tell("report") if said]
+
+    def _tell(self, what: str) -> list[dict[str, float]]:
+        """Tell all servers something, and hear what each answers; nothing from one that is lost."""
+        heard: list[dict[str, float]] = []
+        for connection in [s.waiting.connection for s in self._roster if s.waiting is not None]:
+            heard.append({})
+            with suppress(OSError, Refused):
+                send(connection, {"what": what})
+                heard[-1] = receive(connection)
+        return heard
+
+    def close(self) -> None:
+        """End all servers."""
+        for number, said in enumerate(self._tell("end")):
+            name = self._roster[number].name
+            logger.info("%s ends: %s", name, said or "it does not answer")
+        gone, self._roster = self._roster, []
+        if self._meeting is not None:
+            self._connect()
+        for server in gone:
+            server.bridge.close()
+            if server.waiting is not None:
+                server.waiting.send_away()
+        if self._listener is not None:
+            self._listener.close()
+        for own in self._spawned.values():
+            own.end()
+        self._spawned, self._listener, self._meeting = {}, None, None
+        self._token_file.unlink(missing_ok=True)
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def servers_for(runtime: Runtime, group: Group, arguments: Any, *, name: str) -> Servers:
+    """The servers that the training arguments ask for, not started yet.
+
+    Raises:
+        ValueError: see `groups.servers_of_a_group`.
+    """
+    return Servers(
+        runtime,
+        ranks=group.size,
+        rank=group.rank,
+        count=servers_of_a_group(arguments, group, name=name),
+        folder=Path(arguments.output_dir) / "longctx_servers",
+        name=f"group{group.index}",
+        timeout=arguments.longctx_server_timeout,
+        toward=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+    )

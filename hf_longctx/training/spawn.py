@@ -1,0 +1,83 @@
+"""A token and an address -> attention-server processes of this trainer, which end with it.
+
+Floor: training. A server must not import Transformers, which takes longer than all the rest of its
+start; so it runs the command line without this package's `__init__`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_START = """
+import runpy, sys, types
+package = types.ModuleType("hf_longctx")
+package.__path__ = [sys.argv.pop(1)]
+sys.modules["hf_longctx"] = package
+sys.argv[0] = "hf-longctx"
+runpy.run_module("hf_longctx.cli", run_name="__main__", alter_sys=True)
+"""
+_END_SECONDS = 5.0  # that a server may take to end by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A server that this trainer started.
+
+    Args:
+        process (`subprocess.Popen`): Its process.
+        log (`Path`): What it says.
+    """
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def last_words(self) -> str:
+        """The last line of its log, for the trainer's own."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def end(self, *, seconds: float = _END_SECONDS) -> None:
+        """Wait so long for its end, then kill it: a stopped process can be killed too."""
+        try:
+            self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def write_token(path: Path, token: bytes) -> None:
+    """A file that only its owner can read, also while it is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # another run's, perhaps with other rights
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(token)
+
+
+def spawn(
+    number: int, *, join: str, token_file: Path, log: Path, flags: Sequence[str] = ()
+) -> Spawned:
+    """Start one server in a session of its own, so that a Ctrl-C reaches the trainer alone.
+
+    Args:
+        number (`int`): By which the trainers know it again.
+        join (`str`): `HOST:PORT` of the group's first trainer.
+        token_file (`Path`): See `write_token`.
+        log (`Path`): Where its output goes.
+        flags (`Sequence[str]`): More flags of `hf-longctx serve`.
+    """
+    command = [sys.executable, "-c", _START, str(Path(__file__).parents[1]), "serve"]
+    command += ["--join", join, "--token-file", str(token_file), "--spawned", str(number)]
+    command += ["--parent", str(os.getpid()), *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    return Spawned(process, log)

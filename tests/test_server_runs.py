@@ -1,0 +1,100 @@
+"""Training with extra attention servers: the same losses as without, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import server_cases
+from test_waits import until
+from train_cases import MARKER, ROOT, launch, marked
+
+PAIRS = {"one": "in_place", "two": "in_place", "one_each": "groups_in_place"}
+SERVERS = {"one": 1, "two": 2, "one_each": 2}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> dict[str, Any]:
+    """All cases over two trainers."""
+    folder = tmp_path_factory.mktemp("servers")
+    names = [*PAIRS, "in_place", "groups_in_place"]
+    ended = launch(folder, *names, processes=2, script=server_cases.__file__)
+    assert ended.code == 0, ended.output[-8000:]
+    assert ended.left == [], "servers must end with the training"
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())["cases"]
+    return found | {"tokens_left": list(folder.rglob("*.token"))}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_servers_change_no_loss(cases, name):
+    figures = ("loss", "grad_norm", "eval_long_loss", "train_loss")
+    ours, plain = (
+        [e[key] for e in case["history"] for key in figures if key in e]
+        for case in (cases[name], cases[PAIRS[name]])
+    )
+    assert ours == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_b50_servers_change_no_count(cases, name):
+    case, plain = cases[name], cases[PAIRS[name]]
+    assert case["steps"] == plain["steps"] and len(set(case["steps"])) == 1
+    assert case["summary"]["ranks"] == plain["summary"]["ranks"]
+    assert any("2 trainers = " in line for line in case["lines"])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_servers_do_work_and_the_log_says_how_much(cases, name):
+    steps = [e for e in cases[name]["history"] if "loss" in e]
+    assert all(e["longctx_servers"] == SERVERS[name] for e in steps)
+    assert max(e["longctx_server_tasks"] for e in steps) > 0.1
+    assert cases[name]["summary"]["servers"] == SERVERS[name]
+    assert not any("longctx_servers" in e for e in cases[PAIRS[name]]["history"])
+    ends = [line for line in cases[name]["lines"] if "'requests': " in line]
+    assert any("by servers" in line for line in cases[name]["lines"])
+    assert len(ends) == (1 if name == "one_each" else SERVERS[name])  # those of rank 0's group
+
+
+def test_b57_a_server_waits_while_a_trainer_saves(cases):
+    assert cases["one"]["saved"] == ["checkpoint-1", "checkpoint-2"]
+    assert cases["one"]["steps"][0] == 2
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_token_is_its_owners_and_goes_with_the_run(cases, name):
+    assert cases[name]["modes"] == [0o600] * 2
+    assert cases["tokens_left"] == []
+    assert any("hf-longctx serve --join 127.0.0.1:" in line for line in cases[name]["lines"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
+def test_b62_servers_end_with_a_trainer_that_is_killed(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(ROOT / "accelerate_configs" / "cpu_2.yaml"), server_cases.__file__]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), MARKER: str(tmp_path)}
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*command, str(tmp_path), "holds"], env=environment, stdout=file, stderr=file
+        )
+    try:
+        held = [tmp_path / "holds" / f"holds{rank}" for rank in range(2)]
+        until(lambda: all(path.exists() for path in held), seconds=120)
+        (server,) = [pid for pid in marked(str(tmp_path)) if _serves(pid)]
+        os.kill(int(held[0].read_text()), signal.SIGKILL)  # the trainer that started it
+        until(lambda: not Path(f"/proc/{server}").exists(), seconds=5)
+        until(lambda: not marked(str(tmp_path)), seconds=30)
+        assert launcher.wait(timeout=10) != 0, output.read_text()[-4000:]
+    finally:
+        for process in marked(str(tmp_path)):
+            os.kill(process, signal.SIGKILL)
+
+
+def _serves(pid: int) -> bool:
+    return b"--token-file" in Path(f"/proc/{pid}/cmdline").read_bytes()
