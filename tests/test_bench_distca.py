@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hf_longctx.bench import distca, tables
+import pytest
+
+from hf_longctx import cli
+from hf_longctx.bench import distca, exposed, served, tables
+from hf_longctx.bench.cluster import ClusterSpec, ClusterUnavailable
 from hf_longctx.bench.common import Shape
-from hf_longctx.bench.sides import RankRun, gain, lost, step
-from hf_longctx.bench.stretches import Stretch, assemble
+from hf_longctx.bench.on_cluster import run_on
+from hf_longctx.bench.sides import RankRun, Step, gain, lost, run_rank, step
+from hf_longctx.bench.stretches import Seconds, Stretch, assemble
 
 if TYPE_CHECKING:
     from hf_longctx.comm.processes import RankPool
@@ -22,10 +28,10 @@ def stretch(event: str, cpu: float, *, messages=(), at: float = 0.0, until: floa
     return Stretch(event, messages, cpu, 0.0, at, until, 0)
 
 
-def test_distca_sides_compute_the_same_and_send_what_is_planned(rank_pool: RankPool) -> None:
-    lengths = (1024,) + (128,) * 8
-    found = distca.run(shape=TINY, lengths=lengths, rounds=1, table=0, pool=rank_pool)
-    assert (found["documents"], found["tokens"]) == (9, 2048)
+def test_pair_sides_compute_the_same_and_send_what_is_planned(rank_pool: RankPool) -> None:
+    pair = distca.sides((1024,) + (128,) * 8)
+    runs = rank_pool.run(run_rank, ranks=2, shape=TINY, sides=pair, rounds=1)
+    found = distca.figures(runs, pair, shape=TINY)
     assert found["loss_error"] < 1e-6
     assert found["grad_error"] < 1e-4
     assert found["bytes_sent"] == found["bytes_planned"] > 0
@@ -129,3 +135,95 @@ def test_table_sides_compute_the_same(rank_pool: RankPool) -> None:
         assert row["grad_error"] < 1e-4
         assert row["bytes_sent_ours"] > 0
     json.dumps(found, allow_nan=False)
+
+
+def test_every_overlap_computes_the_same_and_a_filled_run_sends_nothing(
+    rank_pool: RankPool,
+) -> None:
+    cases = exposed.sides((1024, 1024) + (128,) * 16)
+    shape = replace(TINY, heads=4, kv_heads=2)
+    runs = rank_pool.run(run_rank, ranks=2, shape=shape, sides=cases, rounds=1)
+    assert max(run.loss_error for run in runs) < 1e-6
+    assert max(run.grad_error for run in runs) < 1e-4
+    for name, side in cases.items():
+        stretches = [s for run in runs for s in run.rounds[name][0]]
+        assert step(runs, name).sent == side.bytes_planned(shape) > 0  # as if it were sent
+        waits = [s for s in stretches if s.event == "wait"]
+        assert all(bool(s.messages) != side.filled for s in waits)
+        assert all(rank.waiting == 0 for rank in step(runs, name).ranks) or not side.filled
+    posts = {
+        name: sum(s.event == "post" for s in runs[0].rounds[name][0])
+        for name in ("none", "heads", "pingpong")
+    }
+    assert posts["heads"] > posts["none"]  # in groups of heads
+    assert posts["pingpong"] == 2 * posts["none"]  # both halves
+
+
+def test_exposed_fractions_from_known_seconds() -> None:
+    def rank(wait: float) -> list[list[Stretch]]:
+        """Rank 1 has posted at once, and what it sends takes `wait` seconds."""
+        return [
+            [
+                stretch("post", 0.0, messages=BACK, at=0.0),
+                stretch("start", 0.0),
+                stretch("stop", 2.0),
+                stretch("wait", 0.0, messages=BACK, at=2.0, until=2.0 + wait),
+                stretch("end", 6.0),
+            ]
+        ]
+
+    rounds, alone = {}, {}
+    for name, wait in {"none": 2.0, "heads": 0.5, "pingpong": 0.0}.items():
+        filled = exposed.name_of(name, filled=True)
+        rounds |= {name: rank(wait), filled: [[s._replace(messages=()) for s in rank(0.0)[0]]]}
+        post = stretch("post", 0.0, messages=BACK)
+        alone |= {name: [[post]], filled: [[post]]}
+    wall = {name: [1.0] for name in rounds}
+    found = exposed.figures([RankRun(rounds, wall), RankRun(alone, wall)], sent=3, rate=8)
+    assert found["t"] == {"none": 10.0, "heads": 8.5, "pingpong": 8.0}
+    assert set(found["t_nocomm"].values()) == {8.0}
+    assert found["exposed_comm_fraction"] == {"none": 0.25, "heads": 0.0625, "pingpong": 0.0}
+    assert found["hidden"] == {"heads": 0.75, "pingpong": 1.0}
+    assert found["comm_over_attention"] == 3.0  # 3 seconds on the link, 1 of attention a rank
+
+
+def test_links_carry_the_messages_in_half_of_attention_time() -> None:
+    steps = Step(
+        ranks=[Seconds(attending=a, working=1.0, waiting=0.0) for a in (3.0, 5.0)], wall=0.0, sent=0
+    )
+    assert exposed.links(steps, sent=10**8).cross == 8 * 10**8 / 2
+
+
+def test_timed_compute_moves_attention_to_a_server(rank_pool: RankPool) -> None:
+    in_place = distca.sides((1024,) + (128,) * 8)["ours"]
+    work = Step(
+        ranks=[Seconds(attending=a, working=0.02, waiting=0.0) for a in (0.4, 0.02)],
+        wall=0.0,
+        sent=0,
+    )
+    found = served.measure(rank_pool, shape=TINY, in_place=in_place, work=work, rounds=1)
+    assert 0.2 < found["attention_on_server"] <= 0.35  # a third, but for whole granules
+    assert found["t_in_place"] > 0.2  # a rank's share, slept for
+    assert found["server_ratio"] == found["t_in_place"] / found["t_with_server"]
+
+
+def test_ranks_of_a_cluster_run_the_sides() -> None:
+    case = exposed.sides((1024, 1024) + (128,) * 16)["none"]
+    spec = ClusterSpec(nodes=2, ranks_per_node=1, cross=10**9)
+    try:
+        runs = run_on(spec, shape=TINY, sides={"none": case}, rounds=1)
+    except ClusterUnavailable as error:
+        pytest.skip(str(error))
+    assert step(runs, "none").sent == case.bytes_planned(TINY) > 0
+    assert all(rank.total > 0 for rank in step(runs, "none").ranks)
+
+
+def test_a_machine_without_nodes_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.main(["bench", "distca"]) == 2
+    said = capsys.readouterr().err
+    assert "no unshare" in said
+    assert "iproute2" in said
+    assert "rounds" not in said

@@ -1,6 +1,6 @@
 """`hf-longctx bench distca`: what balancing, overlap and servers gain, and what they cost.
 
-Floor: bench. Two ranks, one shape for all figures. At the top level the skewed pair: rank 0 holds
+Floor: bench. One shape for all figures, two ranks. At the top level the skewed pair: rank 0 holds
 one long document, rank 1 as many tokens in short ones, so their linear work is equal and their
 attention is not. Letters: t seconds of a step (forward and backward), as `stretches` counts them.
 
@@ -9,7 +9,8 @@ attention is not. Letters: t seconds of a step (forward and backward), as `stret
 - `t_ours`: balanced, with everything that the exchange costs.
 - `lost`: what makes `t_ours` longer than `t_ideal`, on the rank that is done last.
 
-Under `table`, drawn documents and other ways to cut them: see `tables`.
+`table`, `wlb_ratio` and `repack_ratio` come from `tables`, `exposed_comm_fraction` and `hidden`
+from `exposed`, `server_ratio` from `served`: what they mean stands there.
 """
 
 import logging
@@ -20,9 +21,9 @@ from typing import Any
 
 from ..comm.processes import RankPool
 from ..plan.layout import cut
+from . import exposed, served, tables
 from .common import Shape, setting
 from .sides import RankRun, Side, gain, lost, run_rank, step
-from .tables import measure as measure_table
 
 logger = logging.getLogger(__name__)
 PAIR = (8192,) + (256,) * 32
@@ -38,8 +39,10 @@ def sides(lengths: Sequence[int]) -> dict[str, Side]:
 def run(
     *,
     shape: Shape = SHAPE,
-    lengths: Sequence[int] = PAIR,
-    table: int = 5,
+    pair: Sequence[int] = PAIR,
+    tokens: int = tables.TOKENS,
+    seeds: int = 5,
+    halvable: Sequence[int] = exposed.DOCUMENTS,
     rounds: int = 3,
     pool: RankPool | None = None,
 ) -> dict[str, Any]:
@@ -47,27 +50,42 @@ def run(
 
     Args:
         shape (`Shape`, *optional*): The model.
-        lengths (`Sequence[int]`, *optional*): Documents of the pair, end to end over two ranks.
-        table (`int`, *optional*, defaults to 5): Seeds of the table.
+        pair (`Sequence[int]`, *optional*): Documents of the pair, end to end over two ranks.
+        tokens (`int`, *optional*, defaults to 8192): Of each rank, of the table's documents.
+        seeds (`int`, *optional*, defaults to 5): Of the table.
+        halvable (`Sequence[int]`, *optional*): Documents that overlap is measured on.
         rounds (`int`, *optional*, defaults to 3): Of each side; twice as many of the pair's.
-        pool (`RankPool`, *optional*): Rank processes to use; two are started by default.
+        pool (`RankPool`, *optional*): Three processes or more; they are started by default.
 
     Returns:
         Figures by name.
+
+    Raises:
+        ClusterUnavailable: before anything runs, where this machine cannot make nodes.
     """
-    with nullcontext(pool) if pool else RankPool(2, timeout=300) as used:
-        logger.info("skewed pair: static and ours in turn, %d rounds on 2 ranks", 2 * rounds)
-        pair = sides(lengths)
-        runs = used.run(run_rank, ranks=2, shape=shape, sides=pair, rounds=2 * rounds)
-        found = figures(runs, pair, shape=shape)
-        found["table"] = measure_table(used, shape=shape, wanted=table, rounds=rounds)
-    clock = "CPU seconds of a step's stretches and its exchanges, each at its best round"
+    exposed.check_cluster()
+    with nullcontext(pool) if pool else RankPool(3, timeout=300) as used:
+        logger.info("skewed pair: static and ours in turn, %d rounds", 2 * rounds)
+        cases = sides(pair)
+        runs = used.run(run_rank, ranks=2, shape=shape, sides=cases, rounds=2 * rounds)
+        table = tables.measure(used, shape=shape, wanted=seeds, rounds=rounds, tokens=tokens)
+        overlap = exposed.measure(used, shape=shape, rounds=rounds, lengths=halvable)
+        server = served.measure(
+            used, shape=shape, in_place=cases["ours"], work=step(runs, "static"), rounds=rounds
+        )
+    clock = "CPU seconds of a step's stretches, and its exchanges, each at its best round"
     return {
         **setting(shape, processes=2, allocator=runs[0].allocator, clock=clock),
         "rounds": rounds,
-        "documents": len(lengths),
-        "tokens": sum(lengths),
-        **found,
+        "documents": len(pair),
+        "tokens": sum(pair),
+        **figures(runs, cases, shape=shape),
+        **{name: table.pop(name) for name in ("wlb_ratio", "repack_ratio") if name in table},
+        "table": table,
+        **{name: overlap.pop(name) for name in ("exposed_comm_fraction", "hidden")},
+        "overlap": overlap,
+        "server_ratio": server.pop("server_ratio"),
+        "server": server,
     }
 
 

@@ -37,7 +37,7 @@ def sides(lengths: Sequence[int]) -> dict[str, Side]:
     made = {}
     for overlap in get_args(Overlap):
         for filled in (False, True):
-            made[_name(overlap, filled=filled)] = Side(
+            made[name_of(overlap, filled=filled)] = Side(
                 layout=halves.whole,
                 halves=halves if overlap == "pingpong" else None,
                 overlap="heads" if overlap == "heads" else "none",
@@ -47,7 +47,8 @@ def sides(lengths: Sequence[int]) -> dict[str, Side]:
     return made
 
 
-def _name(overlap: str, *, filled: bool) -> str:
+def name_of(overlap: str, *, filled: bool) -> str:
+    """The side of an overlap, with its exchanges or filled."""
     return f"{overlap}, nothing sent" if filled else overlap
 
 
@@ -79,7 +80,7 @@ def measure(
         Figures by name; those of one overlap under it.
     """
     cases = sides(lengths)
-    alone = _name("none", filled=True)
+    alone = name_of("none", filled=True)
     logger.info("overlap: timing attention, to choose the links' rate")
     probe = pool.run(run_rank, ranks=2, shape=shape, sides={alone: cases[alone]}, rounds=2)
     sent = cases["none"].bytes_planned(shape)
@@ -96,7 +97,7 @@ def figures(runs: Sequence[RankRun], *, sent: int, rate: int) -> dict[str, Any]:
         for name in ("t", "t_nocomm", "exposed_comm_fraction", "hidden", "wall_t", "wall_t_nocomm")
     }
     for overlap in get_args(Overlap):
-        names = [_name(overlap, filled=filled) for filled in (False, True)]
+        names = [name_of(overlap, filled=filled) for filled in (False, True)]
         with_it, without = (
             step(runs, names[0], alike=names[1]),
             step(runs, names[1], alike=names[0]),
@@ -107,7 +108,7 @@ def figures(runs: Sequence[RankRun], *, sent: int, rate: int) -> dict[str, Any]:
         found["exposed_comm_fraction"][overlap] = exposed
         if overlap != "none":
             found["hidden"][overlap] = 1 - exposed / found["exposed_comm_fraction"]["none"]
-    attending = mean(r.attending for r in step(runs, _name("none", filled=True)).ranks)
+    attending = mean(r.attending for r in step(runs, name_of("none", filled=True)).ranks)
     return {
         **found,
         "attention_seconds": attending,

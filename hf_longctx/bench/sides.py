@@ -43,6 +43,7 @@ class Side:
         overlap (`str`, *optional*, defaults to `"none"`): Of the plans: `none` or `heads`.
         halves (`Halves`, *optional*): Run the batch as these halves in turns; `layout` is their
             whole.
+        speeds (`tuple[float, ...]`, *optional*): Of extra servers, beside a rank's 1.
         filled (`bool`, *optional*): Send nothing; what is due arrives at once, as zeros.
     """
 
@@ -51,17 +52,31 @@ class Side:
     tolerance: float = STATIC
     overlap: str = "none"
     halves: Halves | None = None
+    speeds: tuple[float, ...] = ()
     filled: bool = False
 
     def plan(self, shape: Shape, *, layout: Layout | None = None) -> Plan:
         """The plan of every layer, for all documents or for those of another layout."""
         keys = shape.kv_heads * shape.head_dim
-        kind = LayerKind(query_width=shape.heads * shape.head_dim, key_value_width=2 * keys)
-        return make_plan(self.attention, layout or self.layout, kind=kind, tolerance=self.tolerance)
+        kind = LayerKind(
+            query_width=shape.heads * shape.head_dim,
+            key_value_width=2 * keys,
+            kv_heads=shape.kv_heads,
+        )
+        return make_plan(
+            self.attention,
+            layout or self.layout,
+            kind=kind,
+            tolerance=self.tolerance,
+            speeds=self.speeds,
+            overlap=self.overlap,
+        )
 
     def batch(self, rank: int, *, runtime: Runtime) -> LongCtxBatch:
         """What the model is given."""
-        batch = LongCtxBatch(self.layout, rank, tolerance=self.tolerance, runtime=runtime)
+        batch = LongCtxBatch(
+            self.layout, rank, tolerance=self.tolerance, overlap=self.overlap, runtime=runtime
+        )
         if self.halves:
             batch.halves = halved(self.halves, rank, tolerance=self.tolerance)
         return batch

@@ -98,7 +98,8 @@ class Plan:
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
             else:
                 built = serve.program(self._exchange, rank=rank, groups=self.groups)
-            if rank == 0 and (self.tasks[:, 4] >= self.layout.ranks).any():
+            servers = np.append(self.tasks[:, 4], self.loans[:, 1])
+            if rank == 0 and (servers >= self.layout.ranks).any():
                 built = _in_three_phases(built)
             self._programs[rank] = built
         return self._programs[rank]
