@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import pytest
@@ -105,13 +106,13 @@ def test_gain_and_what_is_lost_from_known_seconds() -> None:
 
 def test_seeds_of_the_table_offer_the_speedup_by_their_multiplications() -> None:
     shape = distca.SHAPE
-    found = [seed for seed, _ in zip(tables.seeds(shape), range(5), strict=False)]
-    assert found == [20, 37, 39, 62, 82]
+    found = list(islice(tables.seeds(shape), 5))
+    assert found == [20, 37, 39, 56, 62]
     for seed in found:
         packs = tables.packs(seed)
         assert [sum(pack) for pack in packs] == [8192, 8192]
         work = [shape.operations(pack) for pack in packs]
-        assert 2 * max(work) / sum(work) >= 1.3
+        assert 2 * max(work) / sum(work) >= 0.98 * 1.3
 
 
 def test_sides_of_the_table_share_documents_and_even_attention_out() -> None:
@@ -128,8 +129,10 @@ def test_sides_of_the_table_share_documents_and_even_attention_out() -> None:
     assert len(repacked.columns) == len(repacked.lengths)  # whole documents
 
 
-def test_table_sides_compute_the_same(rank_pool: RankPool) -> None:
-    found = tables.measure(rank_pool, shape=TINY, wanted=1, rounds=1, tokens=512)
+def test_table_sides_compute_the_same(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "SPEEDUP", 1.0)  # times of so few tokens decide nothing
+    found = tables.measure(rank_pool, shape=TINY, wanted=1, rounds=1, tokens=1024)
+    assert found["seeds"] == [0]
     for row in found["by_seed"].values():
         assert row["loss_error"] < 1e-6
         assert row["grad_error"] < 1e-4

@@ -102,7 +102,7 @@ def figures(runs: Sequence[RankRun], pair: dict[str, Side], *, shape: Shape) -> 
         "lost": lost(static, ours),
         "wall_t_static": static.wall,
         "wall_t_ours": ours.wall,
-        "ideal_speedup": static.seconds / ideal,
+        "ideal_speedup": static.ideal_speedup,
         "speedup_vs_static": static.seconds / ours.seconds,
         "gain_captured": gain(static, ours),
         "fraction_of_ideal": ideal / ours.seconds,

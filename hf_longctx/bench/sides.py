@@ -187,6 +187,11 @@ class Step:
         attending = mean(rank.attending for rank in self.ranks)
         return max(rank.working for rank in self.ranks) + attending
 
+    @property
+    def ideal_speedup(self) -> float:
+        """What attention balanced at no cost would gain."""
+        return self.seconds / self.ideal_seconds
+
 
 def step(runs: Sequence[RankRun], name: str, *, alike: str | None = None) -> Step:
     """A side's step, from all ranks' runs; `alike` is a side whose threads do the same work."""
