@@ -89,7 +89,8 @@ def _add_bench(commands: Any) -> None:
         "name",
         choices=("packed", "distca", "trainer", "plan"),
         help="packed: one process against sdpa on packed documents; "
-        "distca: two ranks, one with a long document; "
+        "distca: two ranks, what balancing, overlap and servers gain and cost, against other ways "
+        "to cut documents, also over slow links (needs what `hf-longctx cluster` needs); "
         "trainer: whole steps of two ranks against the stock Trainer on TRL's packs; "
         "plan: balance, traffic and planning time of plans for 8 to 512 ranks; no process starts",
     )

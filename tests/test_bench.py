@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from hf_longctx import cli
-from hf_longctx.bench import distca, packed
+from hf_longctx.bench import packed
 from hf_longctx.bench.common import Shape, gradient_error, inputs
-from hf_longctx.bench.distca import Case, RankSteps, Step, figures
-
-if TYPE_CHECKING:
-    from hf_longctx.comm.processes import RankPool
 
 TINY = Shape(layers=2, hidden=32, mlp=48, heads=2, kv_heads=1, head_dim=16, vocabulary=64)
 SETTING = {"shape", "dtype", "seed", "processes", "threads_per_process", "allocator", "cpu"}
 SETTING |= {"clock", "cores", "torch", "transformers", "rounds", "documents", "tokens"}
-PUBLISHED = (8192,) + (256,) * 32
 
 
 @pytest.fixture(scope="module")
@@ -77,53 +72,6 @@ def test_packed_reports_its_setting_sides_and_bound(packed_figures: dict[str, An
     assert packed_figures.keys() >= ratios
     assert short["speedup_vs_separate"] > 0
     json.dumps(packed_figures, allow_nan=False)
-
-
-def test_distca_sides_compute_the_same_and_send_what_is_planned(rank_pool: RankPool) -> None:
-    lengths = (1024,) + (128,) * 8
-    found = distca.run(shape=TINY, lengths=lengths, rounds=1, pool=rank_pool)
-    assert found.keys() >= SETTING
-    assert (found["documents"], found["tokens"]) == (9, 2048)
-    assert found["loss_error"] < 1e-6
-    assert found["grad_error"] < 1e-4
-    assert found["bytes_sent"] == found["bytes_planned"] > 0
-    assert found["attention_max_over_mean"] < found["attention_max_over_mean_static"]
-    json.dumps(found, allow_nan=False)
-
-
-def test_distca_case_is_uneven_and_planned_within_the_tolerance() -> None:
-    plan = Case(shape=Shape(), lengths=PUBLISHED, rounds=1).plan("ours", ranks=2)
-    static = Case(shape=Shape(), lengths=PUBLISHED, rounds=1).plan("static", ranks=2)
-    assert [plan.layout.rows(rank) for rank in range(2)] == [8192, 8192]
-    assert static.attention_max_over_mean() > 1.9
-    assert plan.attention_max_over_mean(balanced=False) == static.attention_max_over_mean()
-    assert plan.attention_max_over_mean() <= 1.05
-
-
-def step(seconds: float, attending: float, *, sent: int = 0) -> Step:
-    return Step(seconds=seconds, attending=attending, waiting=0.25, wall=seconds + 1, sent=sent)
-
-
-def test_distca_figures_from_known_seconds() -> None:
-    case = Case(shape=TINY, lengths=(1024,) + (128,) * 8, rounds=2)
-    results = [
-        RankSteps(
-            steps={"static": static, "ours": ours}, loss_error=0.0, grad_error=0.0, allocator="any"
-        )
-        for static, ours in (
-            ([step(30.0, 20.0), step(14.0, 8.0)], [step(13.0, 5.0), step(11.0, 5.0, sent=3)]),
-            ([step(7.0, 2.0), step(8.0, 3.0)], [step(9.0, 5.0), step(12.0, 6.0, sent=4)]),
-        )
-    ]
-    found = figures(case, results)
-    assert found["t_static"] == 14.0  # the slower rank, each in its best round
-    assert found["t_ideal"] == 6.0 + (8.0 + 2.0) / 2
-    assert found["t_ours"] == 12.0  # the round that ends first
-    assert (found["wall_t_static"], found["wall_t_ours"]) == (15.0, 13.0)
-    assert found["ideal_speedup"] == 14.0 / 11.0
-    assert found["gain_captured"] == pytest.approx((14.0 - 12.0) / (14.0 - 11.0))
-    assert found["attention_seconds_max_over_mean"] == 6.0 / 5.5
-    assert found["bytes_sent"] == 7
 
 
 def test_command_prints_nested_figures_and_writes_json(

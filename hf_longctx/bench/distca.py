@@ -1,218 +1,119 @@
-"""Two ranks, one with a long document -> how much of what balancing can gain `distca` does gain.
+"""`hf-longctx bench distca`: what balancing, overlap and servers gain, and what they cost.
 
-Floor: bench. Rank 0 holds one long document, rank 1 as many tokens in short ones, so their linear
-work is equal and their attention is not. Letters: t seconds of a step (forward and backward).
+Floor: bench. One shape for all figures, two ranks. At the top level the skewed pair: rank 0 holds
+one long document, rank 1 as many tokens in short ones, so their linear work is equal and their
+attention is not. Letters: t seconds of a step (forward and backward), as `stretches` counts them.
 
 - `t_static`: the same kernels without exchange; the step lasts as long as its slowest rank.
 - `t_ideal`: linear time plus mean attention time: attention balanced at no cost.
 - `t_ours`: balanced, with everything that the exchange costs.
+- `lost`: what makes `t_ours` longer than `t_ideal`, on the rank that is done last.
 
-A rank's seconds are the CPU seconds of its process plus those that it was blocked in exchanges:
-never less than the wall seconds of a free machine (gloo's threads count in full), and other load
-reaches them through waits only. A step's are those of its slowest rank, in the best round; where
-ranks do not wait for each other (static, ideal) the best round is each rank's own.
+`table`, `wlb_ratio` and `repack_ratio` come from `tables`, `exposed_comm_fraction` and `hidden`
+from `exposed`, `server_ratio` from `served`: what they mean stands there.
 """
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from statistics import mean
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-
-from ..comm.processes import RankContext, RankPool
-from ..data.batch import KEY, LongCtxBatch
-from ..plan.cost import LayerKind
-from ..plan.count import Widths, sent_in_layer
+from ..comm.processes import RankPool
 from ..plan.layout import cut
-from ..plan.plans import Plan, make_plan
-from ..runtime.binding import Runtime
-from ..runtime.executor import Account
-from .common import Shape, differentiate, gradient_error, gradients, inputs, keep_pages, setting
+from . import exposed, served, tables
+from .common import Shape, setting
+from .sides import RankRun, Side, gain, lost, run_rank, step
 
 logger = logging.getLogger(__name__)
-TOLERANCES = {"static": float("inf"), "ours": 0.05}
+PAIR = (8192,) + (256,) * 32
+SHAPE = Shape(layers=2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What both ranks run.
-
-    Args:
-        shape (`Shape`): The model.
-        lengths (`Sequence[int]`): Tokens of each document; the layout is contiguous.
-        rounds (`int`): Of each side.
-    """
-
-    shape: Shape
-    lengths: Sequence[int]
-    rounds: int
-
-    def plan(self, side: str, *, ranks: int) -> Plan:
-        """The plan of every layer."""
-        attended = self.shape.kv_heads * self.shape.head_dim
-        kind = LayerKind(
-            query_width=self.shape.heads * self.shape.head_dim, key_value_width=2 * attended
-        )
-        layout = cut(self.lengths, ranks=ranks, layout="contiguous")
-        return make_plan("distca", layout, kind=kind, tolerance=TOLERANCES[side])
-
-
-@dataclass(slots=True, kw_only=True)
-class Step:
-    """What one rank measured in one step.
-
-    Args:
-        seconds (`float`): CPU seconds of the process, plus `waiting`.
-        attending (`float`): CPU seconds of them in attention kernels.
-        waiting (`float`): Seconds blocked in exchanges.
-        wall (`float`): Wall seconds from the barrier until this rank was done.
-        sent (`int`): Bytes sent.
-    """
-
-    seconds: float
-    attending: float
-    waiting: float
-    wall: float
-    sent: int
-
-
-@dataclass(slots=True, kw_only=True)
-class RankSteps:
-    """One rank's steps, by side and round.
-
-    Args:
-        steps (`dict[str, list[Step]]`): Measured steps by side.
-        loss_error, grad_error (`float`): Of `ours`, against `static`.
-        allocator (`str`): How memory is kept.
-    """
-
-    steps: dict[str, list[Step]]
-    loss_error: float
-    grad_error: float
-    allocator: str
-
-
-def run_rank(context: RankContext, *, case: Case) -> RankSteps:
-    """One rank's share of the case, sides in turn."""
-    allocator = keep_pages()
-    model = case.shape.model()
-    model.set_attn_implementation("distca")
-    layout = cut(case.lengths, ranks=context.ranks, layout="contiguous")
-    given = inputs(
-        case.lengths, vocabulary=case.shape.vocabulary, rows=layout.flat_rows(context.rank)
-    )
-    steps: dict[str, list[Step]] = {side: [] for side in TOLERANCES}
-    losses: dict[str, float] = {}
-    grads: dict[str, list[Tensor]] = {}
-    for number in range(case.rounds):
-        for side, tolerance in TOLERANCES.items():
-            account = Account(clock=time.thread_time)
-            runtime = Runtime(channel=context.channel, account=account)
-            before = runtime.sent_bytes
-            batch = LongCtxBatch(layout, context.rank, tolerance=tolerance, runtime=runtime)
-            model.zero_grad()
-            dist.barrier(group=context.group)
-            started, wall = time.process_time(), time.perf_counter()
-            losses[side] = differentiate(model, [{**given, KEY: batch}])
-            step = Step(
-                seconds=time.process_time() - started + account.waited,
-                attending=account.attending,
-                waiting=account.waited,
-                wall=time.perf_counter() - wall,
-                sent=runtime.sent_bytes - before,
-            )
-            steps[side].append(step)
-            if number == 0:
-                grads[side] = gradients(model)
-    return RankSteps(
-        steps=steps,
-        loss_error=abs(losses["ours"] - losses["static"]) / losses["static"],
-        grad_error=gradient_error(grads["ours"], grads["static"]),
-        allocator=allocator,
-    )
+def sides(lengths: Sequence[int]) -> dict[str, Side]:
+    """The sides of the skewed pair, on the same layout."""
+    layout = cut(lengths, ranks=2, layout="contiguous")
+    return {"static": Side(layout=layout), "ours": Side(layout=layout, tolerance=0.05)}
 
 
 def run(
     *,
-    shape: Shape | None = None,
-    lengths: Sequence[int] = (8192,) + (256,) * 32,
+    shape: Shape = SHAPE,
+    pair: Sequence[int] = PAIR,
+    tokens: int = tables.TOKENS,
+    seeds: int = 5,
+    halvable: Sequence[int] = exposed.DOCUMENTS,
     rounds: int = 3,
     pool: RankPool | None = None,
 ) -> dict[str, Any]:
     """Run the bench.
 
     Args:
-        shape (`Shape`, *optional*): The model; that of every published figure by default.
-        lengths (`Sequence[int]`, *optional*): Documents, end to end over two ranks.
-        rounds (`int`, *optional*, defaults to 3): Of each side; the first one warms up.
-        pool (`RankPool`, *optional*): Rank processes to use; two are started by default.
+        shape (`Shape`, *optional*): The model.
+        pair (`Sequence[int]`, *optional*): Documents of the pair, end to end over two ranks.
+        tokens (`int`, *optional*, defaults to 8192): Of each rank, of the table's documents.
+        seeds (`int`, *optional*, defaults to 5): Of the table.
+        halvable (`Sequence[int]`, *optional*): Documents that overlap is measured on.
+        rounds (`int`, *optional*, defaults to 3): Of each side; twice as many of the pair's.
+        pool (`RankPool`, *optional*): Three processes or more; they are started by default.
 
     Returns:
         Figures by name.
+
+    Raises:
+        ClusterUnavailable: before anything runs, where this machine cannot make nodes.
     """
-    case = Case(shape=shape or Shape(), lengths=tuple(lengths), rounds=rounds)
-    logger.info("%s in turn, %d rounds on 2 ranks", " and ".join(TOLERANCES), rounds)
-    own = pool or RankPool(2)
-    try:
-        results = own.run(run_rank, ranks=2, case=case)
-    finally:
-        if pool is None:
-            own.close()
-    clock = "CPU seconds of the slowest rank's process, and its waits"
+    exposed.check_cluster()
+    with nullcontext(pool) if pool else RankPool(3, timeout=300) as used:
+        logger.info("skewed pair: static and ours in turn, %d rounds", 2 * rounds)
+        cases = sides(pair)
+        runs = used.run(run_rank, ranks=2, shape=shape, sides=cases, rounds=2 * rounds)
+        table = tables.measure(used, shape=shape, wanted=seeds, rounds=rounds, tokens=tokens)
+        overlap = exposed.measure(used, shape=shape, rounds=rounds, lengths=halvable)
+        server = served.measure(
+            used, shape=shape, in_place=cases["ours"], work=step(runs, "static"), rounds=rounds
+        )
+    clock = "CPU seconds of a step's stretches, and its exchanges, each at its best round"
     return {
-        **setting(case.shape, processes=2, allocator=results[0].allocator, clock=clock),
+        **setting(shape, processes=2, allocator=runs[0].allocator, clock=clock),
         "rounds": rounds,
-        "documents": len(case.lengths),
-        "tokens": sum(case.lengths),
-        **figures(case, results),
+        "documents": len(pair),
+        "tokens": sum(pair),
+        **figures(runs, cases, shape=shape),
+        **{name: table.pop(name) for name in ("wlb_ratio", "repack_ratio") if name in table},
+        "table": table,
+        **{name: overlap.pop(name) for name in ("exposed_comm_fraction", "hidden")},
+        "overlap": overlap,
+        "server_ratio": server.pop("server_ratio"),
+        "server": server,
     }
 
 
-def figures(case: Case, results: Sequence[RankSteps]) -> dict[str, Any]:
+def figures(runs: Sequence[RankRun], pair: dict[str, Side], *, shape: Shape) -> dict[str, Any]:
     """What two ranks measured -> times, speedups and balance."""
-    static = [r.steps["static"] for r in results]
-    linear = [min(s.seconds - s.attending for s in steps) for steps in static]
-    attention = [min(s.attending for s in steps) for steps in static]
-    t_static = max(min(s.seconds for s in steps) for steps in static)
-    t_ideal = max(linear) + mean(attention)
-    rounds = list(zip(*(r.steps["ours"] for r in results), strict=True))
-    best = min(rounds, key=lambda ranks: max(s.seconds for s in ranks))
-    t_ours = max(s.seconds for s in best)
-    attending = [s.attending for s in best]
-    plan = case.plan("ours", ranks=2)
-    widths = Widths(
-        heads=case.shape.heads,
-        kv_heads=case.shape.kv_heads,
-        head_dim=case.shape.head_dim,
-        value_dim=case.shape.head_dim,
-    )
-    planned = case.shape.layers * sum(sent_in_layer(plan.program(r), widths) for r in range(2))
+    static, ours = step(runs, "static"), step(runs, "ours")
+    ideal = static.ideal_seconds
+    attending = [rank.attending for rank in ours.ranks]
+    plan = pair["ours"].plan(shape)
     return {
-        "t_static": t_static,
-        "t_ideal": t_ideal,
-        "t_ours": t_ours,
-        **{f"wall_t_{side}": min(map(max, walls(results, side))) for side in TOLERANCES},
-        "ideal_speedup": t_static / t_ideal,
-        "speedup_vs_static": t_static / t_ours,
-        "gain_captured": (t_static - t_ours) / (t_static - t_ideal),
-        "fraction_of_ideal": t_ideal / t_ours,
-        "static_fraction_of_ideal": t_ideal / t_static,
+        "t_static": static.seconds,
+        "t_ideal": ideal,
+        "t_ours": ours.seconds,
+        "lost": lost(static, ours),
+        "wall_t_static": static.wall,
+        "wall_t_ours": ours.wall,
+        "ideal_speedup": static.ideal_speedup,
+        "speedup_vs_static": static.seconds / ours.seconds,
+        "gain_captured": gain(static, ours),
+        "fraction_of_ideal": ideal / ours.seconds,
+        "static_fraction_of_ideal": ideal / static.seconds,
         "attention_max_over_mean_static": plan.attention_max_over_mean(balanced=False),
         "attention_max_over_mean": plan.attention_max_over_mean(),
         "attention_seconds_max_over_mean": max(attending) / mean(attending),
         **{f"attention_seconds_rank{r}": seconds for r, seconds in enumerate(attending)},
-        **{f"wait_seconds_rank{r}": s.waiting for r, s in enumerate(best)},
-        "bytes_planned": planned,
-        "bytes_sent": sum(s.sent for s in best),
-        "loss_error": max(r.loss_error for r in results),
-        "grad_error": max(r.grad_error for r in results),
+        **{f"wait_seconds_rank{r}": rank.waiting for r, rank in enumerate(ours.ranks)},
+        "bytes_planned": pair["ours"].bytes_planned(shape),
+        "bytes_sent": ours.sent,
+        "loss_error": max(r.loss_error for r in runs),
+        "grad_error": max(r.grad_error for r in runs),
     }
-
-
-def walls(results: Sequence[RankSteps], side: str) -> list[tuple[float, ...]]:
-    """Wall seconds of all ranks, by round."""
-    return list(zip(*([s.wall for s in r.steps[side]] for r in results), strict=True))
