@@ -181,7 +181,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, capsys):
         ("--layuot", "spread"),
         ("--dtype", "float16"),
         ("--document_lengths", "1,x"),
-        *((flag, "1") for flag in ("--group_size", "--max_tokens_per_rank", "--servers")),
+        *((flag, "1") for flag in ("--group_size", "--max_tokens_per_rank")),
         *(("--balance", "none"), ("--overflow", "split")),
     ],
 )
