@@ -25,15 +25,15 @@ from hf_longctx.plan.plans import Plan, make_plan
 from hf_longctx.plan.program import Fold, Op
 from hf_longctx.plan.subranges import NO_LOANS
 
-# Documents end a few rows behind a rank's edge; the last one but one spans three of four ranks.
-EDGES = [650, 300, 330, 40, 2, 600]
-SPANNING = [300, 670, 310]
+# The second and the fourth document end a few rows behind a rank's edge; the last rank is busiest.
+EDGES = [100, 550, 300, 340, 640]
+# One document spans four ranks, the last one of which is busiest, and ends on the fifth.
+SPANNING = [1290, 310]
 
 
 def planned(rows: Rows, lengths: list[int], *, overlap: str = "none", **sees) -> Plan:
     """So wide a tolerance that nothing moves for balance; only keys are lent."""
-    ranks = 3 if lengths is EDGES else 4
-    layout = cut(lengths, ranks=ranks, layout="contiguous")
+    layout = cut(lengths, ranks=3 if lengths is EDGES else 5, layout="contiguous")
     plan = make_plan("distca", layout, kind=rows.kind(**sees), tolerance=2.0, overlap=overlap)
     assert len(plan.loans), "nothing is lent"
     return plan
@@ -44,9 +44,12 @@ def bytes_sent(plan: Plan, rows: Rows) -> int:
 
 
 @pytest.mark.parametrize("overlap", ["none", "heads"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("window", [0, 200], ids="window{}".format)
-@pytest.mark.parametrize("lengths", [EDGES, SPANNING], ids=["edges", "spanning"])
+@pytest.mark.parametrize(
+    ("lengths", "causal", "window"),
+    [(EDGES, True, 0), (EDGES, False, 0), (EDGES, True, 200), (EDGES, False, 200),
+     (SPANNING, True, 0)],
+    ids=["causal", "bidirectional", "window", "bidirectional-window", "spanning"],
+)  # fmt: skip
 def test_lent_keys_are_exact_and_save_bytes(
     lengths: list[int], overlap: str, causal: bool, window: int
 ) -> None:
@@ -83,10 +86,11 @@ def test_rows_of_one_task_see_keys_of_several_owners() -> None:
 def test_a_few_rows_go_to_the_long_prefix() -> None:
     rows = Rows.random(sum(EDGES), heads=4, kv_heads=2, head_dim=8)
     plan = planned(rows, EDGES)
-    assert plan.tasks[1].tolist() == [0, 641, 650, 1, 1]
-    assert plan.loans[0].tolist() == [1, 0, 0, 641]
-    # 9 rows of q, then of q, grad_out, delta and lse; and 2 keys of the fourth document, twice
-    assert sent_in_layer(plan.program(1), rows.widths) == 8 * (9 * (32 + 32 + 32 + 4 + 4) + 2 * 64)
+    assert plan.tasks[2].tolist() == [1, 544, 550, 1, 1]
+    assert plan.loans[0].tolist() == [2, 0, 0, 544]
+    # 6 rows of q, then of q, grad_out, delta and lse; and out, lse and dq of 3 rows of rank 2
+    sent = sent_in_layer(plan.program(1), rows.widths)
+    assert sent == 8 * (6 * (32 + 32 + 32 + 4 + 4) + 3 * (32 + 4 + 32))
 
 
 @given(
@@ -108,8 +112,7 @@ def test_loans_keep_the_balance_and_the_work(
     plan = make_plan("distca", held, kind=kind, tolerance=tolerance, speeds=speeds)
     whole = replace(plan, loans=NO_LOANS)
     assert plan.work(balanced=True).sum() == whole.work(balanced=True).sum()
-    most = max(whole.attention_max_over_mean(), 1 + tolerance)
-    assert plan.attention_max_over_mean() <= most * (1 + 1e-12)
+    assert plan.attention_max_over_mean() <= whole.attention_max_over_mean() * (1 + 1e-12)
     check(plan)
 
 
@@ -133,7 +136,7 @@ def test_every_mutation_is_rejected(change: str) -> None:
     plan = planned(Rows.random(sum(SPANNING)), SPANNING)
     changes = {**CHANGES, "fewer-parts": fewer_parts}
     tried = 0
-    for rank in range(4):
+    for rank in range(5):
         for program in variants(plan.program(rank), changes[change]):
             with pytest.raises(PlanError, match="rank|no progress|never received"):
                 check(tamper(plan, {rank: program}))

@@ -194,7 +194,7 @@ def make_plan(
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
     balanced, loans = tasks(table), NO_LOANS
     if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
-        loans = lend(layout, balanced, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
+        loans = lend(layout, balanced, kind=kind, speeds=speeds, costs=costs)
     return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap, costs)
 
 

@@ -1,9 +1,9 @@
 """Balanced tasks -> those whose keys are cut, so that queries travel to keys where that is cheaper.
 
 Floor: plan. A few rows at the end of a long document would draw its whole prefix to their server.
-Where it moves fewer bytes, the owner of a run of keys attends to them for these rows instead, if it
-then stays within the tolerance, and the partials are merged at home. A *loan* says so of one task;
-a *share* is what is then computed where: a task, or some of its keys.
+Where it moves fewer bytes, the owner of a run of keys attends to them for these rows instead, as
+long as it has less to do than the busiest process, and the partials are merged at home. A *loan*
+says so of one task; a *share* is what is then computed where: a task, or some of its keys.
 """
 
 from typing import NamedTuple
@@ -53,17 +53,15 @@ def lend(
     tasks: np.ndarray,
     *,
     kind: LayerKind,
-    tolerance: float,
     speeds: tuple[float, ...] = (),
     costs: CostTable | None = None,
 ) -> np.ndarray:
-    """Choose loans that save bytes and keep their receivers within the tolerance.
+    """Choose loans that save bytes and leave the busiest process the busiest.
 
     Args:
         layout (`Layout`): Where the tokens lie.
         tasks (`np.ndarray`): int32 `[tasks, 5]`, the fields of `distca.Task`.
         kind (`LayerKind`): What rows see, and the widths that weigh bytes.
-        tolerance (`float`): Allowed excess over a process's share of the work.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
         costs (`CostTable`, *optional*): Work is seconds by it; score entries without.
 
@@ -77,7 +75,7 @@ def lend(
     speed = np.concatenate([np.ones(layout.ranks), speeds])
     each = cost(start, stop, length=length, kind=kind, costs=costs)
     load = np.bincount(server, each, len(speed))
-    slack = (1 + tolerance) * load.sum() * speed / speed.sum() - load
+    slack = (load / speed).max() * speed - load
 
     # Keys travel once for all tasks of a server that read them: such reads are lent together.
     together, of = np.unique(server[task] * len(owner) + segment, return_inverse=True)
