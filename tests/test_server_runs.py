@@ -55,7 +55,7 @@ def test_b50_servers_change_no_count(cases, name):
 def test_servers_do_work_and_the_log_says_how_much(cases, name):
     steps = [e for e in cases[name]["history"] if "loss" in e]
     assert all(e["longctx_servers"] == SERVERS[name] for e in steps)
-    assert max(e["longctx_server_tasks"] for e in steps) > 0.1
+    assert max(e["longctx_server_tasks"] for e in steps) > 0.05
     assert cases[name]["summary"]["servers"] == SERVERS[name]
     assert not any("longctx_servers" in e for e in cases[PAIRS[name]]["history"])
     ends = [line for line in cases[name]["lines"] if "'requests': " in line]
