@@ -22,7 +22,6 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_overflow": ("error", "split", "truncate"),
     "longctx_overlap": ("none",),
     "longctx_server_devices": (None, "cpu"),
-    "longctx_server_memory": (None,),
     "longctx_topology": ("auto",),
     "longctx_ulysses_size": (1,),
     "longctx_scan": ("auto",),
@@ -78,7 +77,11 @@ class LongCtxArguments:
     longctx_server_timeout: float = _flag(
         30.0, "Seconds that a trainer waits for a server in one exchange before it gives it up."
     )
-    longctx_server_memory: int | None = _flag(None, "Bytes a server may use. Not built yet.")
+    longctx_server_memory: int | None = _flag(
+        None,
+        "Bytes of queries, keys, values and results that a server may hold of a layer; it gets "
+        "less work where that would not fit. Messages take as much again for a moment.",
+    )
     longctx_topology: str = _flag("auto", "Nodes x ranks, as 2x4. Only auto is built yet.")
     longctx_ulysses_size: int = _flag(1, "Ranks that exchange heads. Only 1 is built yet.")
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
@@ -135,6 +138,11 @@ class LongCtxArguments:
         if not self.longctx_server_timeout > 0:
             raise ValueError(
                 f"longctx_server_timeout={self.longctx_server_timeout} must be above 0; 30 is usual"
+            )
+        if self.longctx_server_memory is not None and self.longctx_server_memory < 1:
+            raise ValueError(
+                f"longctx_server_memory={self.longctx_server_memory} must be at least 1; leave it "
+                "out for no limit"
             )
         data_seed = getattr(self, "data_seed", None)  # a field of TrainingArguments
         _refuse_type("data_seed", data_seed, hint=int | None, default=None)

@@ -27,8 +27,9 @@ from hf_longctx.comm.handshake import Refused, Visitor, introduce
 from hf_longctx.comm.meeting import BUILD_SECONDS, answer_call
 from hf_longctx.comm.processes import RankContext
 from hf_longctx.comm.rendezvous import Listener, connect, own_address
+from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels.softmax import Scoring
-from hf_longctx.plan.count import Widths
+from hf_longctx.plan.count import Widths, peak_bytes
 from hf_longctx.plan.layout import cut
 from hf_longctx.plan.packed import pack, unpack
 from hf_longctx.plan.plans import make_plan
@@ -37,6 +38,7 @@ from hf_longctx.runtime.binding import Runtime
 from hf_longctx.runtime.requests import Request, _Programs, call_servers
 from hf_longctx.training import servers as module
 from hf_longctx.training.groups import Group, servers_of_a_group
+from hf_longctx.training.server_memory import limit_memory
 from hf_longctx.training.servers import Servers
 from hf_longctx.training.spawn import spawn
 
@@ -163,6 +165,21 @@ def test_a_program_and_a_request_travel_unchanged():
     widths = Widths(heads=4, kv_heads=2, head_dim=8, value_dim=6)
     request = Request(True, widths, torch.bfloat16, Scoring(scale=0.1, window=9, softcap=30.0))
     assert Request.read(request.header(2**62, 12)) == (request, 2**62, 12)
+
+
+@pytest.mark.parametrize("limit", [1, 250_000, 10**9])
+def test_a_server_short_of_memory_gets_less_work(limit):
+    rows = Rows.random(1)
+    layout = cut([2000, 2, 900], ranks=2, layout="spread")
+    batch = LongCtxBatch(layout, 0, tolerance=0.0, speeds=(1.0, 1.0))
+    layers = [(rows.kind(), rows.widths)] * 2
+    limit_memory(batch, algorithm="distca", layers=layers, limit=limit)
+    plan = batch.plan("distca", rows.kind())
+    for server in (2, 3):
+        for backward in (False, True):
+            assert peak_bytes(plan.program(server), rows.widths, backward=backward) <= limit
+    assert (batch.speeds == (1.0, 1.0)) == (limit == 10**9)
+    assert (plan.work(balanced=True)[2:].sum() > 0) == (limit > 1)
 
 
 def test_both_sides_forget_the_same_programs():

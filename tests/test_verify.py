@@ -74,6 +74,14 @@ def test_float64(rank_pool, name, ranks, family):
     json.dumps(report)
 
 
+def test_servers_are_exact_and_send_what_is_planned(rank_pool):
+    report = verify(rank_pool, servers=1, checkpointing=True)
+    assert_holds(report, FLOAT64 | FLOAT32 | ZERO)
+    assert report["servers"] == 1 and report["tasks_on_servers"] > 0
+    with pytest.raises(ValueError, match="--servers 1 with ring: .* only distca has servers"):
+        verify(rank_pool, name="ring", servers=1)
+
+
 def test_documents_of_ones_own(rank_pool):
     report = verify(rank_pool, ranks=3, document_lengths=(1, 5, 300))
     assert report["failed"] == [] and report["attention_calls"] == 3 * 2  # layers, one batch

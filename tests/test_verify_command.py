@@ -153,6 +153,7 @@ def test_a_rank_that_stops_ends_with_code_1_and_one_line(monkeypatch, command, c
         (("--attn_implementation", "charm", "--ranks", "2"), "llama", "'charm' is not built yet"),
         (("--attn_implementation", "ring", "--ranks", "0"), "llama", "--ranks 0 must be at least"),
         (RING, "/no/such/folder", "no config.json and no folder with one"),
+        ((*RING, "--servers", "1"), "llama", "--servers 1 with ring: it must be 0 or more, and"),
         ((*RING, "--tolerance", "-1"), "llama", "longctx_tolerance=-1.0 must be 0 or more"),
         ((*RING, "--document_lengths", "1,1"), "llama", "--document_lengths 1,1: each must"),
     ],
@@ -181,7 +182,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, capsys):
         ("--layuot", "spread"),
         ("--dtype", "float16"),
         ("--document_lengths", "1,x"),
-        *((flag, "1") for flag in ("--group_size", "--max_tokens_per_rank", "--servers")),
+        *((flag, "1") for flag in ("--group_size", "--max_tokens_per_rank")),
         *(("--balance", "none"), ("--overflow", "split"), ("--overlap", "none")),
     ],
 )

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..attention.kinds import layer_kinds
+from ..attention.kinds import layer_configs, layer_kinds, layer_widths
 from ..data.batch import KEY, LongCtxBatch
 from .overrides import WatchedStep
 from .positions import refuse_longer
 from .report import StepReport, summary
+from .server_memory import limit_memory
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
@@ -44,6 +45,15 @@ class StepsMixin(_Base):
         if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
         batch.runtime, batch.speeds = self.longctx_runtime, speeds
+        if speeds and self.args.longctx_server_memory is not None:
+            configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
+            widths = (layer_widths(config, dtype=dtype) for config in configs)
+            limit_memory(
+                batch,
+                algorithm=self.longctx_attention,
+                layers=list(zip(layer_kinds(self.model.config), widths, strict=True)),
+                limit=self.args.longctx_server_memory,
+            )
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
             digest = batch.digest(self.longctx_attention, kinds)
