@@ -48,7 +48,6 @@ def test_b62_a_lost_server_does_not_show_in_the_curve(runs, name):
     calm, struck = runs[name]["calm"], runs[name]["struck"]
     assert struck["replayed"] == (name != "never")
     assert [len(speeds) for speeds in struck["speeds"]] == ROSTERS[name]
-    assert max(steps(struck, "longctx_server_tasks"), key=lambda x: x or 0) > 0
     for key in ("loss", "grad_norm"):
         assert steps(struck, key) == pytest.approx(steps(calm, key), rel=1e-5)
     np.testing.assert_allclose(struck["weights"], calm["weights"], rtol=0, atol=1e-4)
@@ -75,6 +74,7 @@ def test_another_server_joins_after_a_loss_and_ends_with_the_training(runs):
 def test_a_server_that_dies_while_it_joins_is_left_out(runs):
     assert runs["never"]["struck"]["died"] == [1, 2]  # asked, and called: it came neither time
     assert steps(runs["never"]["struck"], "longctx_servers") == [1] * 4
+    assert min(steps(runs["never"]["struck"], "longctx_server_tasks")) > 0
 
 
 def test_b62_a_trainer_that_is_killed_ends_everything(tmp_path):
