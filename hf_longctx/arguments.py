@@ -21,7 +21,6 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
     "longctx_server_devices": (None, "cpu"),
-    "longctx_server_memory": (None,),
     "longctx_topology": ("auto",),
     "longctx_ulysses_size": (1,),
     "longctx_scan": ("auto",),
@@ -53,6 +52,11 @@ class LongCtxArguments:
     longctx_tolerance: float = _flag(
         0.05, "Attention work a rank may do above the mean, as a fraction (distca)."
     )
+    longctx_cost: Literal["entries", "measured"] = _flag(
+        "entries",
+        "What is balanced (distca): score entries, or seconds by the table that hf-longctx profile "
+        "has measured on the first trainer's machine.",
+    )
     longctx_overflow: Literal["error", "split", "truncate"] = _flag(
         "error",
         "A document longer than a batch: error stops, split makes several documents of it (each "
@@ -67,7 +71,7 @@ class LongCtxArguments:
         "none",
         "How communication hides behind work. heads (distca): each exchange is cut into groups of "
         "key/value heads, which travel while others are attended to. pingpong (distca): each batch "
-        "runs as two halves of whole documents, of which one computes while the other's exchanges "
+        "runs as two halves of whole documents, and one computes while the other's exchanges "
         "travel.",
     )
     longctx_servers: int = _flag(
@@ -81,7 +85,11 @@ class LongCtxArguments:
     longctx_server_timeout: float = _flag(
         30.0, "Seconds that a trainer waits for a server in one exchange before it gives it up."
     )
-    longctx_server_memory: int | None = _flag(None, "Bytes a server may use. Not built yet.")
+    longctx_server_memory: int | None = _flag(
+        None,
+        "Bytes of queries, keys, values and results that a server may hold of a layer; it gets "
+        "less work where that would not fit. Messages take as much again for a moment.",
+    )
     longctx_topology: str = _flag("auto", "Nodes x ranks, as 2x4. Only auto is built yet.")
     longctx_ulysses_size: int = _flag(1, "Ranks that exchange heads. Only 1 is built yet.")
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
@@ -138,6 +146,11 @@ class LongCtxArguments:
         if not self.longctx_server_timeout > 0:
             raise ValueError(
                 f"longctx_server_timeout={self.longctx_server_timeout} must be above 0; 30 is usual"
+            )
+        if self.longctx_server_memory is not None and self.longctx_server_memory < 1:
+            raise ValueError(
+                f"longctx_server_memory={self.longctx_server_memory} must be at least 1; leave it "
+                "out for no limit"
             )
         data_seed = getattr(self, "data_seed", None)  # a field of TrainingArguments
         _refuse_type("data_seed", data_seed, hint=int | None, default=None)

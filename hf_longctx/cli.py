@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from .cli_check import add_check
 from .cli_cluster import add_cluster
 from .cli_common import add_json, progress, show
+from .cli_profile import add_profile
 from .cli_serve import add_serve
 from .cli_verify import add_verify
 
@@ -71,6 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_bench(commands)
     add_cluster(commands)
     add_serve(commands)
+    add_profile(commands)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")

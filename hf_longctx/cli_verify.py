@@ -46,6 +46,13 @@ def add_verify(commands: Any) -> None:
         help="extra attention servers that the ranks start (distca; default: 0)",
     )
     verify.add_argument(
+        "--kill",
+        choices=("forward", "backward", "stall"),
+        help="train instead, in float32, once undisturbed and once with a server that is killed in "
+        "the middle of a step's forward or backward, or stops answering; bound of loss_difference: "
+        "1e-5",
+    )
+    verify.add_argument(
         "--dtype",
         choices=("float64", "float32", "bf16"),
         default="float64",
@@ -108,22 +115,44 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify, print the report; returns the exit code."""
     import torch
 
-    from .arguments import LongCtxArguments
-    from .verify.compare import verify
-
     torch.set_num_threads(1)
     with progress(arguments):
-        report = verify(
-            model=arguments.model,
-            name=arguments.attn_implementation,
-            ranks=arguments.ranks,
-            arguments=LongCtxArguments(**{name: getattr(arguments, name) for name in VERIFIED}),
-            dtype=arguments.dtype,
-            checkpointing=arguments.checkpointing,
-            document_lengths=arguments.document_lengths,
-            servers=arguments.servers,
-        )
+        report = _report_kill(arguments) if arguments.kill else _report(arguments)
     show(report, arguments.json)
     failed = report["failed"]
     print(f"failed: {'; '.join(failed)}" if failed else "exact: all bounds hold")
     return 1 if failed else 0
+
+
+def _report(arguments: argparse.Namespace) -> dict[str, Any]:
+    from .arguments import LongCtxArguments
+    from .verify.compare import verify
+
+    return verify(
+        model=arguments.model,
+        name=arguments.attn_implementation,
+        ranks=arguments.ranks,
+        arguments=LongCtxArguments(**{name: getattr(arguments, name) for name in VERIFIED}),
+        dtype=arguments.dtype,
+        checkpointing=arguments.checkpointing,
+        document_lengths=arguments.document_lengths,
+        servers=arguments.servers,
+    )
+
+
+def _report_kill(arguments: argparse.Namespace) -> dict[str, Any]:
+    from .verify.kill import Trial, verify_kill
+
+    if arguments.dtype == "bf16":
+        raise ValueError("--kill with --dtype bf16: it trains in float32; leave --dtype out")
+    trial = Trial(
+        model=arguments.model,
+        name=arguments.attn_implementation,
+        ranks=arguments.ranks,
+        servers=arguments.servers,
+        kill=arguments.kill,
+        lengths=arguments.document_lengths,
+        checkpointing=arguments.checkpointing,
+        flags={name: getattr(arguments, name) for name in VERIFIED},
+    )
+    return verify_kill(trial)

@@ -124,7 +124,7 @@ def run_predict(name: str, folder: Path) -> dict[str, Any]:
     return {"predict": found.metrics, "evaluate": trainer.evaluate()}
 
 
-def sft(folder: Path, **given: Any) -> SFTLongCtxTrainer:
+def sft(folder: Path, *, accumulated: int = 1, **given: Any) -> SFTLongCtxTrainer:
     """A TRL trainer of the same documents, cut so that ranks without targets turn up."""
     tokens = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
     special = {"pad_token": "0", "unk_token": "0", "eos_token": "1"}
@@ -139,6 +139,7 @@ def sft(folder: Path, **given: Any) -> SFTLongCtxTrainer:
         longctx_layout="contiguous",
         max_length=None,
         max_steps=2,
+        gradient_accumulation_steps=accumulated,
         logging_steps=1,
         optim="sgd",
         learning_rate=0.1,

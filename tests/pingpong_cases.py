@@ -24,6 +24,7 @@ CASES = {
         options={"gradient_accumulation_steps": 2, "activation_checkpointing": True},
     ),
     "ones": Case(lengths=(1,) * 40 + (56,), options={"train_sampling_strategy": "sequential"}),
+    "servers": Case(lengths=MIXED, options={"longctx_servers": 1, "longctx_server_timeout": 20.0}),
     "bf16": Case(lengths=MIXED, options={"bf16": True}),
     "lora": Case(lengths=MIXED, options={"activation_checkpointing": True}),
     "sft": Case(lengths=MIXED),

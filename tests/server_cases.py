@@ -35,7 +35,7 @@ EACH = {"longctx_group_size": 1, "eval_strategy": "steps", "eval_steps": 1}
 CASES = {
     "in_place": case(0),
     "one": case(1, save_strategy="steps", save_steps=1),
-    "two": case(2, longctx_server_devices="cpu"),
+    "two": case(2, longctx_server_devices="cpu", longctx_server_memory=200_000),
     "groups_in_place": case(0, **EACH),
     "holds": case(1),
     "one_each": case(2, **EACH),  # a trainer alone with its server, and evaluation between steps

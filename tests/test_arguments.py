@@ -47,7 +47,7 @@ SMALL = Case(lengths=(20, 9))
         ({"longctx_servers": -1}, "longctx_servers=-1 must be 0 or more; 0 has the trainers"),
         ({"longctx_server_devices": "cuda"}, "longctx_server_devices='cuda' is not built yet"),
         ({"longctx_server_timeout": 0.0}, "longctx_server_timeout=0.0 must be above 0; 30 is"),
-        ({"longctx_server_memory": 1}, "longctx_server_memory=1 is not built yet"),
+        ({"longctx_server_memory": 0}, "longctx_server_memory=0 must be at least 1; leave it out"),
         ({"longctx_topology": "2x4"}, "longctx_topology='2x4' is not built yet"),
         ({"longctx_ulysses_size": 2}, "longctx_ulysses_size=2 is not built yet"),
         ({"longctx_scan": "tree"}, "longctx_scan='tree' is not built yet"),

@@ -142,7 +142,7 @@ def test_whole_models_of_all_ranks_equal_the_twin(name, family, changes, ranks, 
     assert ours.error(twin(batches, family=family, **changes)) < EXACT
     kinds = set(layer_kinds(tiny(name, family=family, **changes).config))
     for batch in ours.batches:
-        assert {kind for _, kind, _ in batch._plans} == kinds
+        assert {plan.kind for plan in batch._plans.values()} == kinds
         assert not any(kind.causal for kind in kinds)
 
 

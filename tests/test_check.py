@@ -92,10 +92,13 @@ def drop(*kinds: type[Op]) -> Change:
 
 
 def double(*kinds: type[Op]) -> Change:
-    """Do an operation twice; a copy, and what replaces its target, may be made twice."""
+    """Do an operation twice, save a fold that replaces what stands in its target."""
+
+    def replaces(op: Op) -> bool:
+        return isinstance(op, Fold) and op.how != "sum" and op.into not in op.parts
 
     def change(op: Op) -> Iterator[tuple[Op, ...]]:
-        if isinstance(op, kinds) and not (isinstance(op, Fold) and op.how in ("cat", "delta")):
+        if isinstance(op, kinds) and not replaces(op):
             yield op, op
 
     return change

@@ -60,7 +60,7 @@ def test_a_ranks_rows_are_those_of_the_first_half_then_those_of_the_second(lengt
     ("lengths", "ranks", "split"),
     [
         ([40], 2, False),
-        ([40, 40], 1, False),  # one rank exchanges nothing
+        ([40, 40], 1, True),
         ([31, 9], 2, False),
         ([30, 10], 2, True),  # a quarter
         ([4, 1, 1, 1], 4, False),  # a half of three tokens over four ranks

@@ -37,6 +37,7 @@ FLOORS = (
         "cli_cluster",
         "cli_common",
         "cli_serve",
+        "cli_profile",
         "cli_verify",
         "run",
         "run_flags",

@@ -222,7 +222,7 @@ def without_last_group(program: Program) -> Program:
 def test_a_group_that_all_ranks_leave_out_is_found() -> None:
     plan = busy_plan()
     programs = {rank: without_last_group(plan.program(rank)) for rank in range(3)}
-    with pytest.raises(PlanError, match="rank 1: out differs"):
+    with pytest.raises(PlanError, match="rank [01]: out differs"):
         check(tamper(plan, programs))
 
 

@@ -312,12 +312,12 @@ def verify(pool: Any, family: str = "llama", **given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"), [("llama", 1), ("llama", 2), ("llama", 4), ("gemma2", 3), ("gpt_oss", 2)]
+    ("family", "ranks"), [("llama", 1), ("llama", 4), ("gemma2", 3), ("gpt_oss", 2)]
 )
 def test_verify(rank_pool, family, ranks):
     report = verify(rank_pool, family, ranks=ranks)
     assert report["failed"] == []
-    assert (report["switches"] > 0) is (ranks > 1)
+    assert report["switches"] > 0
 
 
 def test_b47_verify_with_checkpointing_of_both_kinds(rank_pool):
@@ -327,14 +327,18 @@ def test_b47_verify_with_checkpointing_of_both_kinds(rank_pool):
     assert report["switches"] >= 2 * 2 * (8 * 2 + 2)
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1,) * 9 + (2,), (1, 40), (64,), (1, 1, 1, 300, 290), (2, 2, 2)], ids=str
-)
+@pytest.mark.parametrize("lengths", [(1,) * 9 + (2,), (64,), (1, 1, 1, 300, 290)], ids=str)
 def test_documents_that_do_not_split_evenly(rank_pool, lengths):
     report = verify(rank_pool, document_lengths=lengths)
     for key in ("logit_error", "loss_error", "grad_error"):
         assert report[key] < 1e-10, key
     assert report["leak"] == 0 and report["bytes_sent"] == report["bytes_planned"]
+
+
+def test_verify_with_a_server(rank_pool):
+    report = verify(rank_pool, servers=1)
+    assert max(report[key] for key in ("logit_error", "loss_error", "grad_error")) < 1e-10
+    assert report["tasks_on_servers"] > 0 and report["switches"] > 0
 
 
 def test_a_name_without_phases_is_refused(rank_pool):

@@ -29,22 +29,29 @@ ROW = {"q": 6, "out": 6, "part": 12, "kv": 4}  # elements; a partial's count twi
     window=WINDOWS,
     causal=st.booleans(),
     tolerance=st.sampled_from([0.0, 0.3]),
+    speeds=st.sampled_from([(), (1.0, 0.5)]),
 )
 @examples(80)
 def test_traffic_is_what_the_programs_send(
-    lengths: list[int], ranks: int, layout: str, window: int, causal: bool, tolerance: float
+    lengths: list[int],
+    ranks: int,
+    layout: str,
+    window: int,
+    causal: bool,
+    tolerance: float,
+    speeds: tuple[float, ...],
 ) -> None:
     kind = LayerKind(window=window, causal=causal, query_width=6, key_value_width=4)
     held = cut(lengths, ranks=ranks, layout=layout)
-    plan = make_plan("distca", held, kind=kind, tolerance=tolerance)
-    moved = np.zeros((2, ranks), np.int64)
-    for rank in range(ranks):
+    plan = make_plan("distca", held, kind=kind, tolerance=tolerance, speeds=speeds)
+    moved = np.zeros((2, plan.processes), np.int64)
+    for rank in range(plan.processes):
         program = plan.program(rank)
         posts = [op for phase in program.forward for op in phase if isinstance(op, Post)]
         for peer, blocks in (message for post in posts for message in post.sends):
             size = sum((b.stop - b.start) * ROW[program.kinds[b.array]] for b in blocks)
             moved[:, [rank, peer]] += np.array([[size, 0], [0, size]])
-    counted = traffic(held, plan.tasks, kind=kind, loans=plan.loans)
+    counted = traffic(held, plan.tasks, kind=kind, loans=plan.loans, processes=plan.processes)
     assert counted.elements(kind).tolist() == moved.tolist()
 
 
@@ -71,14 +78,19 @@ def test_the_command_writes_tables_by_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        bench.run, "__kwdefaults__", dict(ranks=(8,), tokens=16384, seeds=3, counted={8: 40})
+        bench.run,
+        "__kwdefaults__",
+        dict(
+            ranks=(8,), tokens=16384, seeds=3, counted={8: 40}, contiguous=(8,), servers=((8, 8),)
+        ),
     )
     assert cli.main(["bench", "plan", "--json", str(tmp_path / "f")]) == 0
     report = json.loads((tmp_path / "f").read_text())
-    assert set(report) == {"pretrain", "prolong", "buckets", "counted"}
+    assert set(report) == {"pretrain", "prolong", "buckets", "counted", "contiguous", "servers"}
     assert report["counted"]["8"]["documents"] == 40
+    assert report["contiguous"]["8"]["layout_max_over_mean"] > 1.5
     for table in report.values():
-        row = table["8"]
+        (row,) = table.values()
         assert 1 <= row["attention_max_over_mean"] <= 1.05
         assert 0 < row["max_exchange_vs_allgather"] < 1
         assert row["plan_ms"] > 0 and row["documents"] >= 10

@@ -21,9 +21,11 @@ from hf_longctx.support import (
     ARGUMENT_RULES,
     MODEL_RULES,
     NAMES,
+    PINGPONG_RULES,
     PROBE_RULES,
     refuse_arguments,
     refuse_model,
+    refuse_pingpong,
 )
 from hf_longctx.support import table as support_table
 
@@ -161,6 +163,10 @@ ARGUMENTS = {
     "torch.compile": {"torch_compile": True},
     "DeepSpeed beyond ZeRO 0, 1 and 2": {"deepspeed": {"zero_optimization": {"stage": 3}}},
     "attention servers under DeepSpeed": {"longctx_servers": 1, "deepspeed": {}},
+    "attention servers and optimizers that step within backward": {
+        "longctx_servers": 1,
+        "optim": "galore_adamw_layerwise",
+    },
 }
 FOREIGN = {  # no fields of our arguments
     "DataParallel": SimpleNamespace(n_gpu=2),
@@ -239,8 +245,52 @@ def test_names_that_are_not_registered():
         tiny("distac")
 
 
+def wrapped(*, version: int = 0, reshards: bool = False, **given: Any) -> Any:
+    """A trainer, as much of it as the rules of overlap look at."""
+    plugin = SimpleNamespace(fsdp_version=version, reshard_after_forward=reshards)
+    return SimpleNamespace(
+        model=torch.nn.Identity(),
+        is_fsdp_enabled=version > 0,
+        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)),
+        args=SimpleNamespace(
+            world_size=2, activation_checkpointing=True, activation_checkpointing_kwargs=given
+        ),
+    )
+
+
+PINGPONG = {  # native FSDP2 is in test_pingpong_training.py
+    "overlap `pingpong` without phases": ("ring", None, "attn_implementation=ring"),
+    "overlap `pingpong` with FSDP that reshards after forward": (
+        "distca",
+        wrapped(version=2, reshards=True),
+        "fsdp_version=2, reshard_after_forward=True",
+    ),
+    "overlap `pingpong` with re-entrant checkpointing over several trainers": (
+        "distca",
+        wrapped(use_reentrant=True),
+        "use_reentrant=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", PINGPONG_RULES, ids=lambda rule: rule.feature)
+def test_pingpong_is_refused_with_value_rule_and_remedy(rule):
+    name, trainer, value = PINGPONG[rule.feature]
+    with pytest.raises(ValueError, match=re.escape(rule.message(value))):
+        refuse_pingpong(name, trainer=trainer)
+
+
+def test_pingpong_is_not_refused_otherwise():
+    refuse_pingpong("distca", trainer=wrapped(version=2, use_reentrant=False))
+    with pytest.raises(ValueError, match="fsdp_version=1"):
+        refuse_pingpong("distca", trainer=wrapped(version=1))
+
+
 def test_the_table_lists_each_rule():
     lines = support_table().splitlines()
+    for rule in PINGPONG_RULES:
+        (line,) = [x for x in lines if x.startswith(f"| {rule.feature} |")]
+        assert line.count(" refused |") == len(rule.names) and rule.remedy in line
     for rule in (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES):
         (line,) = [x for x in lines if x.startswith(f"| {rule.feature} |")]
         assert line.count("refused") == len(NAMES) and rule.remedy in line

@@ -24,10 +24,12 @@ from test_waits import until
 from hf_longctx import cli
 from hf_longctx.comm import handshake
 from hf_longctx.comm.handshake import Refused, Visitor, introduce
+from hf_longctx.comm.meeting import BUILD_SECONDS, answer_call
 from hf_longctx.comm.processes import RankContext
 from hf_longctx.comm.rendezvous import Listener, connect, own_address
+from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels.softmax import Scoring
-from hf_longctx.plan.count import Widths
+from hf_longctx.plan.count import Widths, peak_bytes
 from hf_longctx.plan.layout import cut
 from hf_longctx.plan.packed import pack, unpack
 from hf_longctx.plan.plans import make_plan
@@ -36,6 +38,7 @@ from hf_longctx.runtime.binding import Runtime
 from hf_longctx.runtime.requests import Request, _Programs, call_servers
 from hf_longctx.training import servers as module
 from hf_longctx.training.groups import Group, servers_of_a_group
+from hf_longctx.training.server_memory import limit_memory
 from hf_longctx.training.servers import Servers
 from hf_longctx.training.spawn import spawn
 
@@ -58,6 +61,15 @@ def test_whoever_knows_the_token_waits_until_it_leaves(listener):
     connection.close()
     until(lambda: listener.take() is None, seconds=5)
     assert not listener.waiting
+
+
+def test_who_waits_in_vain_is_told_that_the_training_ended():
+    listener = Listener("127.0.0.1", token=TOKEN)
+    with connect("127.0.0.1", listener.port) as connection:
+        introduce(connection, token=TOKEN, visitor=ME)
+        until(lambda: len(listener.waiting) == 1, seconds=5)
+        listener.close()
+        assert answer_call(connection, host="127.0.0.1") is None
 
 
 def test_another_token_is_turned_down_on_both_sides(listener, caplog):
@@ -155,6 +167,21 @@ def test_a_program_and_a_request_travel_unchanged():
     assert Request.read(request.header(2**62, 12)) == (request, 2**62, 12)
 
 
+@pytest.mark.parametrize("limit", [1, 250_000, 10**9])
+def test_a_server_short_of_memory_gets_less_work(limit):
+    rows = Rows.random(1)
+    layout = cut([2000, 2, 900], ranks=2, layout="spread")
+    batch = LongCtxBatch(layout, 0, tolerance=0.0, speeds=(1.0, 1.0))
+    layers = [(rows.kind(), rows.widths)] * 2
+    limit_memory(batch, algorithm="distca", layers=layers, limit=limit)
+    plan = batch.plan("distca", rows.kind())
+    for server in (2, 3):
+        for backward in (False, True):
+            assert peak_bytes(plan.program(server), rows.widths, backward=backward) <= limit
+    assert (batch.speeds == (1.0, 1.0)) == (limit == 10**9)
+    assert (plan.work(balanced=True)[2:].sum() > 0) == (limit > 1)
+
+
 def test_both_sides_forget_the_same_programs():
     layout = cut([8], ranks=1, layout="contiguous")
     program = make_plan("distca", layout, kind=Rows.random(1).kind()).program(0)
@@ -200,6 +227,8 @@ def join_and_drop(context: RankContext, *, folder: str) -> list[Any]:
         servers.start()
         found.append((servers.speeds, attend_once(context, servers)))
         servers.admit()  # nobody waits
+        if context.ranks == 1:
+            time.sleep(BUILD_SECONDS + 1)  # no time-out ends a server that has nothing to do
         if context.rank == 0:
             assert servers.joining() == 0 and servers._listener is not None
             other = spawn(
@@ -214,7 +243,6 @@ def join_and_drop(context: RankContext, *, folder: str) -> list[Any]:
         servers.admit()
         found.append((servers.speeds, attend_once(context, servers)))
         reports = servers.report()
-        time.sleep(0.2)
         servers.drop({0})
         assert not servers._spawned
         found.append((servers.speeds, attend_once(context, servers)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from test_waits import until
 from train_cases import MARKER, ROOT, launch, marked
 
 PAIRS = {"one": "in_place", "two": "in_place", "one_each": "groups_in_place"}
+PEAK = re.compile("'peak_bytes': ([0-9]+)")
 SERVERS = {"one": 1, "two": 2, "one_each": 2}
 
 
@@ -59,6 +61,14 @@ def test_servers_do_work_and_the_log_says_how_much(cases, name):
     ends = [line for line in cases[name]["lines"] if "'requests': " in line]
     assert any("by servers" in line for line in cases[name]["lines"])
     assert len(ends) == (1 if name == "one_each" else SERVERS[name])  # those of rank 0's group
+
+
+def test_servers_hold_no_more_than_they_may(cases):
+    peaks = {
+        name: [int(peak) for line in cases[name]["lines"] for peak in PEAK.findall(line)]
+        for name in ("one", "two")
+    }
+    assert max(peaks["one"]) > 200_000 >= max(peaks["two"]) > 0
 
 
 def test_b57_a_server_waits_while_a_trainer_saves(cases):

@@ -116,6 +116,18 @@ def test_b47_checkpointing_of_both_kinds(rank_pool, name):
     assert report["bytes_sent"] == plain["bytes_sent"]
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {"ranks": 4, "checkpointing": True}), ("gemma2", {"ranks": 3, "dtype": "bf16"})],
+)
+def test_overlap_of_head_groups(rank_pool, family, options):
+    arguments = LongCtxArguments(longctx_overlap="heads")
+    report = verify(rank_pool, family, arguments=arguments, **options)
+    assert report["failed"] == []
+    assert (report["overlap"], report["head_groups"]) == ("heads", 2)
+    assert report["bytes_sent"] > 0
+
+
 def test_float32_and_bf16(rank_pool):
     in_float32 = verify(rank_pool, dtype="float32")
     assert_holds(in_float32, dict.fromkeys(FLOAT64, 1e-5) | FLOAT32 | ZERO)

@@ -4,6 +4,9 @@ Floor: bench. Nothing runs but the planner. A batch holds `TOKENS` tokens a rank
 most a quarter of the batch: one document of full length would hide every other effect. A layer has
 the widths of Llama-3-8B. Layout `spread`, tolerance 0.05. Letters: R ranks, T tokens of a rank.
 
+Two more rows of each kind are drawn from the buckets: `contiguous`, by ranks, says what that layout
+costs; `servers`, by ranks + extra servers as fast as a rank, what a pool of them moves.
+
 - `attention_max_over_mean`: score entries of the busiest rank over the mean; worst seed.
 - `max_exchange_vs_allgather`: the forward's largest send or receive of a rank (queries, keys,
   values, results) over what all-gather context parallelism receives, (R - 1) T keys and values;
@@ -41,6 +44,8 @@ TABLES: dict[str, Mapping[int, float]] = {
     "buckets": BUCKETS,
 }  # fmt: skip
 RANKS = (8, 32, 128, 512)
+CONTIGUOUS = (8, 32)
+SERVERS = ((2, 1), (8, 8), (64, 64))  # ranks, extra servers
 COUNTED = {8: 400, 512: 4096}  # documents of pretrain, at these ranks, for planning times alone
 
 
@@ -71,18 +76,29 @@ def draw(
     return [int(n) for n in lengths[lengths > 0]]
 
 
-def figures(lengths: Sequence[int], *, ranks: int) -> dict[str, float]:
-    """Plan one batch and describe the plan."""
+def figures(
+    lengths: Sequence[int], *, ranks: int, layout: str = "spread", servers: int = 0
+) -> dict[str, float]:
+    """Plan one batch and describe the plan.
+
+    Args:
+        lengths (`Sequence[int]`): Tokens of each document.
+        ranks (`int`): Ranks of the group.
+        layout (`str`, *optional*, defaults to `"spread"`): See `plan.layout.cut`.
+        servers (`int`, *optional*, defaults to 0): Extra servers, as fast as a rank.
+    """
     started = time.process_time()
-    layout = cut(lengths, ranks=ranks, layout="spread")
-    plan = make_plan("distca", layout, kind=KIND, tolerance=0.05)
+    held = cut(lengths, ranks=ranks, layout=layout)
+    plan = make_plan("distca", held, kind=KIND, tolerance=0.05, speeds=(1.0,) * servers)
     planned = time.process_time()
     plan.program(ranks - 1)
     built = time.process_time()
-    moved = traffic(layout, plan.tasks, kind=KIND, loans=plan.loans).elements(KIND)
+    moved = traffic(
+        held, plan.tasks, kind=KIND, loans=plan.loans, processes=plan.processes
+    ).elements(KIND)
     gathered = sum(lengths) * (ranks - 1) / ranks * KIND.key_value_width
     document, start, stop = plan.tasks[:, :3].T
-    length = layout.lengths[document]
+    length = held.lengths[document]
     inside = (start > 0) & (stop < length) & (length >= GRANULE)
     return {
         "attention_max_over_mean": plan.attention_max_over_mean(),
@@ -111,6 +127,8 @@ def run(
     tokens: int = TOKENS,
     seeds: int = 10,
     counted: Mapping[int, int] = COUNTED,
+    contiguous: Sequence[int] = CONTIGUOUS,
+    servers: Sequence[tuple[int, int]] = SERVERS,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Run the bench.
 
@@ -119,6 +137,8 @@ def run(
         tokens (`int`, *optional*, defaults to 131072): Of each rank.
         seeds (`int`, *optional*, defaults to 10): Batches of each table and group size.
         counted (`Mapping[int, int]`, *optional*): Documents of the rows under `counted`, by ranks.
+        contiguous (`Sequence[int]`, *optional*): Group sizes of that layout.
+        servers (`Sequence[tuple[int, int]]`, *optional*): Ranks and extra servers.
 
     Returns:
         `{table: {ranks: figures}}`; the table `counted` has batches of so many documents, of
@@ -139,4 +159,13 @@ def run(
         )
         row = summary([figures(lengths, ranks=r) for lengths in batches])
         report.setdefault(name, {})[str(r)] = row
+    others: list[tuple[str, str, dict[str, Any]]] = [
+        *(("contiguous", str(r), {"ranks": r, "layout": "contiguous"}) for r in contiguous),
+        *(("servers", f"{r}+{s}", {"ranks": r, "servers": s}) for r, s in servers),
+    ]
+    for name, label, given in others:
+        logger.info("%s, %s", name, label)
+        total = given["ranks"] * tokens
+        drawn = (draw(BUCKETS, seed=seed, tokens=total) for seed in range(seeds))
+        report.setdefault(name, {})[label] = summary([figures(b, **given) for b in drawn])
     return report

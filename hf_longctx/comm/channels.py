@@ -104,8 +104,8 @@ class GlooChannel:
                 works.append((peer, self.group.recv([data], peer, tag)))
             for peer, data in sends:
                 tag = self._tag("to", peer)
+                self.sent[peer] += data.numel()  # first: who has received it may ask at once
                 works.append((peer, self.group.send([data], peer, tag)))
-                self.sent[peer] += data.numel()
         except RuntimeError as error:
             raise _failed(self.rank, what, peer, str(error).splitlines()[0]) from error
         return _GlooExchange(self, works, what)

@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
-from .handshake import Refused, Visitor, greet
+from .handshake import Refused, Visitor, greet, send
 
 logger = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0  # that a visitor may take to say who it is
@@ -95,7 +95,10 @@ class Listener:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
         while self.waiting:
-            self.waiting.popleft().send_away()
+            waiting = self.waiting.popleft()
+            with suppress(OSError):
+                send(waiting.connection, {"what": "end"})
+            waiting.send_away()
 
 
 def connect(host: str, port: int) -> socket.socket:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..plan.cost import LayerKind
 from ..plan.halves import Halves
 from ..plan.layout import Layout
+from ..plan.measured import CostTable
 from ..plan.plans import Plan, make_plan
 
 KEY = "longctx_batch"
@@ -83,6 +84,8 @@ class LongCtxBatch:
         turn (`Callable`, *optional*): Hands over to the other half, while a forward of both runs;
             never pickled.
         overlap (`str`, *optional*, defaults to `none`): Of the plans: `none` or `heads`.
+        costs (`CostTable`, *optional*): Balances seconds in place of score entries; never pickled,
+            and the same on every rank.
     """
 
     layout: Layout
@@ -99,11 +102,12 @@ class LongCtxBatch:
     half: int = 0
     turn: Callable[[], None] | None = None
     overlap: str = "none"
+    costs: CostTable | None = None
     saved: SavedAttention = field(default_factory=SavedAttention)
-    _plans: dict[tuple[str, LayerKind, tuple[float, ...]], Plan] = field(default_factory=dict)
+    _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        tied = ("runtime", "speeds", "turn", "saved", "_plans")
+        tied = ("runtime", "speeds", "costs", "turn", "saved", "_plans")
         return {name: value for name, value in vars(self).items() if name not in tied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,16 +117,16 @@ class LongCtxBatch:
     def parts(self) -> tuple["LongCtxBatch", ...]:
         """What runs: the halves, tied to what this batch is tied to, or else the batch itself."""
         for half in self.halves:
-            half.runtime, half.speeds = self.runtime, self.speeds
+            half.runtime, half.speeds, half.costs = self.runtime, self.speeds, self.costs
         return self.halves or (self,)
 
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
         """The plan for layers of one kind; made on first use, the same on every rank."""
-        key = algorithm, kind, self.speeds
+        key = algorithm, kind, self.speeds, self.costs
         if key not in self._plans:
             self._plans[key] = make_plan(
                 algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds,
-                overlap=self.overlap,
+                overlap=self.overlap, costs=self.costs,
             )  # fmt: skip
         return self._plans[key]
 

@@ -39,9 +39,8 @@ def halve(lengths: Sequence[int], *, ranks: int, layout: str) -> Halves | None:
         layout (`str`): How each half is cut; see `layout.cut`.
 
     Returns:
-        The halves, on whose ranks token counts differ by at most one, together too; `None` for a
-        single rank, which exchanges nothing, and where the smaller half would hold less than a
-        quarter of the tokens, or less than a token per rank.
+        The halves, on whose ranks token counts differ by at most one, together too; `None` where
+        the smaller half would hold less than a quarter of the tokens, or less than one per rank.
     """
     documents: tuple[list[int], list[int]] = [], []
     tokens = [0, 0]
@@ -49,7 +48,7 @@ def halve(lengths: Sequence[int], *, ranks: int, layout: str) -> Halves | None:
         half = int(tokens[1] < tokens[0])
         documents[half].append(d)
         tokens[half] += lengths[d]
-    if ranks == 1 or min(tokens) < max(ranks, SMALLEST * sum(tokens)):
+    if min(tokens) < max(ranks, SMALLEST * sum(tokens)):
         return None
     each = [sorted(of_half) for of_half in documents]
     first, second = (

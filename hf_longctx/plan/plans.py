@@ -15,7 +15,9 @@ from . import ring, serve
 from .cost import LayerKind, max_over_mean
 from .distca import balance, items, tasks
 from .exchange import ExchangePlan
+from .items import cost, cost_over
 from .layout import Layout, cut
+from .measured import CostTable
 from .program import Program
 from .subranges import NO_LOANS, Share, lend, shares
 
@@ -37,6 +39,7 @@ class Plan:
             than its server attends to.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
         overlap (`str`, *optional*): One of `OVERLAPS`.
+        costs (`CostTable`, *optional*): What it balanced by; score entries without.
     """
 
     algorithm: str
@@ -46,6 +49,7 @@ class Plan:
     loans: np.ndarray
     speeds: tuple[float, ...] = ()
     overlap: str = "none"
+    costs: CostTable | None = None
 
     @property
     def groups(self) -> tuple[serve.Heads, ...]:
@@ -71,6 +75,7 @@ class Plan:
         sees = "" if self.kind.causal else " bidirectional"
         groups = self.groups if len(self.groups) > 1 else ""
         text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}{groups}"
+        text += self.costs.to_json() if self.costs else ""
         columns = [self.layout.lengths, self.layout.columns, self.tasks]
         columns += [self.loans] if len(self.loans) else []
         parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
@@ -98,23 +103,32 @@ class Plan:
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
             else:
                 built = serve.program(self._exchange, rank=rank, groups=self.groups)
-            servers = np.append(self.tasks[:, 4], self.loans[:, 1])
-            if rank == 0 and (servers >= self.layout.ranks).any():
+            if rank == 0 and (self.shares[:, 4] >= self.layout.ranks).any():
                 built = _in_three_phases(built)
             self._programs[rank] = built
         return self._programs[rank]
 
     def work(self, *, balanced: bool) -> np.ndarray:
-        """float64 `[processes]`: score entries by server, or by home when not `balanced`."""
+        """float64 `[processes]`: score entries by server, or by home when not `balanced`.
+
+        Seconds, where the plan balanced by a cost table.
+        """
         by = self.tasks[:, 4 if balanced else 3]
-        document, start, stop = self.tasks[:, :3].T
-        cost = self.kind.entries(start, stop, length=self.layout.lengths[document])
-        work = np.bincount(by, weights=cost, minlength=self.processes)
+        document, start, stop = self.tasks[:, :3].astype(np.int64).T
+        length = self.layout.lengths[document].astype(np.int64)
+        each = cost(start, stop, length=length, kind=self.kind, costs=self.costs)
+        work = np.bincount(by, weights=each, minlength=self.processes)
         if balanced and len(self.loans):
             task, server, low, high = self.loans.astype(np.int64).T
-            start, stop = self.tasks[task, 1:3].astype(np.int64).T
-            length = self.layout.lengths[self.tasks[task, 0]].astype(np.int64)
-            lent = self.kind.entries_over(start, stop, low, high, length=length)
+            lent = cost_over(
+                start[task],
+                stop[task],
+                low,
+                high,
+                length=length[task],
+                kind=self.kind,
+                costs=self.costs,
+            )
             work += np.bincount(server, weights=lent, minlength=self.processes)
             work -= np.bincount(self.tasks[task, 4], weights=lent, minlength=self.processes)
         return work
@@ -140,6 +154,7 @@ def make_plan(
     tolerance: float = 0.05,
     speeds: tuple[float, ...] = (),
     overlap: str = "none",
+    costs: CostTable | None = None,
 ) -> Plan:
     """Plan one batch.
 
@@ -153,6 +168,8 @@ def make_plan(
             only): how fast it attends beside a rank, whose speed is 1.
         overlap (`str`, *optional*, defaults to `none`): `heads` cuts each exchange (of `distca`
             only) into groups of key/value heads, which travel while others are attended to.
+        costs (`CostTable`, *optional*): Balance seconds by it (`distca` only; `ring` moves no
+            rows); by default score entries.
 
     Raises:
         ValueError: on an algorithm that is not built, a negative tolerance, servers or overlap for
@@ -174,11 +191,11 @@ def make_plan(
     if algorithm == "ring":
         table = items(layout)
     else:
-        table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds)
+        table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
     balanced, loans = tasks(table), NO_LOANS
     if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
-        loans = lend(layout, balanced, kind=kind, tolerance=tolerance, speeds=speeds)
-    return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap)
+        loans = lend(layout, balanced, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
+    return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap, costs)
 
 
 def _in_three_phases(program: Program) -> Program:

@@ -12,7 +12,9 @@ import numpy as np
 
 from ..intervals import subtract
 from .cost import LayerKind
+from .items import cost, cost_over
 from .layout import Layout
+from .measured import CostTable
 
 # Elements that a lent row moves, forward and backward, in bf16, whose partials and gradients are
 # wide and count twice: q and out, then q, grad_out and dq. Of a key: kv, then kv and dkv.
@@ -53,6 +55,7 @@ def lend(
     kind: LayerKind,
     tolerance: float,
     speeds: tuple[float, ...] = (),
+    costs: CostTable | None = None,
 ) -> np.ndarray:
     """Choose loans that save bytes and keep their receivers within the tolerance.
 
@@ -62,6 +65,7 @@ def lend(
         kind (`LayerKind`): What rows see, and the widths that weigh bytes.
         tolerance (`float`): Allowed excess over a process's share of the work.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
+        costs (`CostTable`, *optional*): Work is seconds by it; score entries without.
 
     Returns:
         int32 `[loans, 4]`: the fields of `Loan`.
@@ -71,14 +75,16 @@ def lend(
     owner = layout.columns[:, 0].astype(np.int64)
     length = layout.lengths.astype(np.int64)[document]
     speed = np.concatenate([np.ones(layout.ranks), speeds])
-    load = np.bincount(server, kind.entries(start, stop, length=length), len(speed))
+    each = cost(start, stop, length=length, kind=kind, costs=costs)
+    load = np.bincount(server, each, len(speed))
     slack = (1 + tolerance) * load.sum() * speed / speed.sum() - load
 
     # Keys travel once for all tasks of a server that read them: such reads are lent together.
     together, of = np.unique(server[task] * len(owner) + segment, return_inverse=True)
     to, source = owner[together % len(owner)], together // len(owner)
     work = np.bincount(
-        of, kind.entries_over(start[task], stop[task], low, high, length=length[task])
+        of,
+        cost_over(start[task], stop[task], low, high, length=length[task], kind=kind, costs=costs),
     )
     keys = np.full((2, len(together)), np.iinfo(np.int64).min // 2)
     np.maximum.at(keys[0], of, -low)

@@ -1,8 +1,8 @@
 """Balanced tasks -> rows that each rank sends and receives, without building any program.
 
 Floor: plan. It counts as `serve.py` sends: query rows once to each server, and keys once per
-(owner, server), save those of tasks whose keys the server holds in one run of rows. Letters: R
-ranks.
+(owner, server), save those of tasks whose keys the server holds in one run of rows. Letters: P
+processes, ranks and extra servers.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Traffic:
     """Rows that move in the forward of one layer.
 
     Args:
-        queries_sent, queries_received (`np.ndarray`): int64 `[R]`, query rows to and of servers;
+        queries_sent, queries_received (`np.ndarray`): int64 `[P]`, query rows to and of servers;
             as many rows of results go the other way.
-        partials_sent, partials_received (`np.ndarray`): int64 `[R]`, rows of results among these
+        partials_sent, partials_received (`np.ndarray`): int64 `[P]`, rows of results among these
             that are partials, in float32 or wider.
-        keys_sent, keys_received (`np.ndarray`): int64 `[R]`, key/value rows.
+        keys_sent, keys_received (`np.ndarray`): int64 `[P]`, key/value rows.
     """
 
     queries_sent: np.ndarray
@@ -34,7 +34,7 @@ class Traffic:
     keys_received: np.ndarray
 
     def elements(self, kind: LayerKind) -> np.ndarray:
-        """int64 `[2, R]`: elements sent and received, results included, log-sum-exps not.
+        """int64 `[2, P]`: elements sent and received, results included, log-sum-exps not.
 
         A partial's count twice, as in bf16.
         """
@@ -45,7 +45,12 @@ class Traffic:
 
 
 def traffic(
-    layout: Layout, tasks: np.ndarray, *, kind: LayerKind, loans: np.ndarray = NO_LOANS
+    layout: Layout,
+    tasks: np.ndarray,
+    *,
+    kind: LayerKind,
+    loans: np.ndarray = NO_LOANS,
+    processes: int | None = None,
 ) -> Traffic:
     """Count what a plan moves.
 
@@ -54,6 +59,7 @@ def traffic(
         tasks (`np.ndarray`): int32 `[tasks, 5]`, the fields of `Task`.
         kind (`LayerKind`): What rows see.
         loans (`np.ndarray`, *optional*): int32 `[loans, 4]`, the fields of `Loan`.
+        processes (`int`, *optional*): Ranks and extra servers; the ranks alone by default.
     """
     # Tokens are numbered through all documents, laid end to end.
     first = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
@@ -81,7 +87,8 @@ def traffic(
     moved = np.where(home != server, stop - start, 0)
 
     def summed(by: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        return np.bincount(by, weights=weights, minlength=layout.ranks).astype(np.int64)
+        counts = np.bincount(by, weights=weights, minlength=processes or layout.ranks)
+        return counts.astype(np.int64)
 
     return Traffic(
         queries_sent=summed(home, moved),

@@ -74,6 +74,13 @@ def _servers_under_deepspeed(arguments: Any) -> object:
     return f"longctx_servers={servers}" if servers and deepspeed else None
 
 
+def _servers_with_early_steps(arguments: Any) -> object:
+    servers = getattr(arguments, "longctx_servers", 0)
+    optimizer = str(getattr(arguments, "optim", "")).rpartition(".")[2].lower()
+    early = "lomo" in optimizer or optimizer.endswith("layerwise")
+    return f"longctx_servers={servers}, optim={optimizer}" if servers and early else None
+
+
 def _too_many_devices(arguments: Any) -> object:
     devices = getattr(arguments, "n_gpu", 0)
     return f"{devices} devices in one process" if devices > 1 else None
@@ -187,6 +194,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         _servers_under_deepspeed,
         "its engine steps within backward, so a step that lost a server cannot be run again",
         "leave longctx_servers at 0, or leave DeepSpeed out",
+    ),
+    Rule(
+        "attention servers and optimizers that step within backward",
+        _servers_with_early_steps,
+        "a step that lost a server could not be run again",
+        "leave longctx_servers at 0, or use another --optim, as adamw_torch",
     ),
 )
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from ..comm.channels import EXCHANGE_SECONDS, GlooChannel
 from ..runtime.binding import Runtime
 
+MOST_SERVERS = 62  # of a group: those that are lost travel as bits of one int64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -99,6 +101,11 @@ def servers_of_a_group(arguments: Any, group: Group, *, name: str) -> int:
         raise ValueError(
             f"longctx_servers={servers} must be divided evenly over {group.groups} group(s) and "
             f"{nodes} node(s); use a multiple of {each}"
+        )
+    if servers > MOST_SERVERS * group.groups:
+        raise ValueError(
+            f"longctx_servers={servers} over {group.groups} group(s): a group has at most "
+            f"{MOST_SERVERS} servers; start fewer, or make longctx_group_size smaller"
         )
     limit = exchange_seconds(arguments.ddp_timeout)
     if group.size > 1 and not arguments.longctx_server_timeout < limit:

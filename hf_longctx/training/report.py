@@ -5,6 +5,7 @@ Floor: training.
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ class StepReport:
             is not made good by the next one. Extra servers count by their speed, and take from the
             mean too.
         mean (`float`): Those of the mean rank, by home.
+        batches, halved (`int`): Micro-batches, and those that ran as two halves.
         servers (`int`): Extra servers at the last batch.
         served (`float`): What they attended to, in units of `mean`.
-        batches, halved (`int`): Micro-batches, and those that ran as two halves.
     """
 
     tokens: int = 0
@@ -37,28 +38,27 @@ class StepReport:
     busiest_before: float = 0.0
     busiest_after: float = 0.0
     mean: float = 0.0
-    servers: int = 0
-    served: float = 0.0
     batches: int = 0
     halved: int = 0
+    servers: int = 0
+    served: float = 0.0
 
     def add(self, batch: LongCtxBatch, *, algorithm: str, kinds: Sequence[LayerKind]) -> None:
         """Count one micro-batch, with the kind of each layer."""
         self.tokens += int(batch.layout.lengths.sum()) - batch.filler
         self.budget += batch.budget
         self.spanning += batch.layout.spanning_documents
-        self.servers, ranks = len(batch.speeds), batch.layout.ranks
         self.batches += 1
         self.halved += bool(batch.halves)
-        for kind in set(kinds):
-            for part in batch.parts:
-                plan, layers = part.plan(algorithm, kind), kinds.count(kind)
-                work = plan.work(balanced=True)
-                mean = layers * float(work.sum()) / ranks
-                self.busiest_before += layers * float(plan.work(balanced=False).max())
-                self.busiest_after += mean * plan.attention_max_over_mean()
-                self.mean += mean
-                self.served += layers * float(work[ranks:].sum()) / ranks
+        self.servers, ranks = len(batch.speeds), batch.layout.ranks
+        for part, kind in product(batch.parts, set(kinds)):
+            plan, layers = part.plan(algorithm, kind), kinds.count(kind)
+            work = plan.work(balanced=True)
+            mean = layers * float(work.sum()) / ranks
+            self.busiest_before += layers * float(plan.work(balanced=False).max())
+            self.busiest_after += mean * plan.attention_max_over_mean()
+            self.mean += mean
+            self.served += layers * float(work[ranks:].sum()) / ranks
 
     def of_all_groups(self, accelerator: Any, *, ranks: int) -> "StepReport":
         """Sums over the groups, with the busiest rank of any; a collective call of all trainers.
@@ -70,11 +70,10 @@ class StepReport:
         mine = torch.tensor(astuple(self), dtype=torch.float64, device=accelerator.device)
         columns = accelerator.gather(mine[None])[::ranks].T.cpu()
         tokens, budget, spanning = (int(column.sum()) for column in columns[:3])
-        before, after, mean, servers, served = columns[3:8]
-        batches, halved = (int(column.sum()) for column in columns[8:])
+        before, after, mean, batches, halved, servers, served = columns[3:]
         return StepReport(
             tokens, budget, spanning, float(before.max()), float(after.max()), float(mean.mean()),
-            int(servers.sum()), float(served.mean()), batches, halved,
+            int(batches.sum()), int(halved.sum()), int(servers.sum()), float(served.mean()),
         )  # fmt: skip
 
     def logs(self) -> dict[str, float]:

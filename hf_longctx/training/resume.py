@@ -19,7 +19,7 @@ from ..arguments import LongCtxArguments
 logger = logging.getLogger(__name__)
 
 _HOW_ATTENTION_RUNS = (  # the same documents at every step, whatever these are
-    "longctx_layout", "longctx_tolerance", "longctx_overlap", "longctx_servers",
+    "longctx_layout", "longctx_tolerance", "longctx_cost", "longctx_overlap", "longctx_servers",
     "longctx_server_devices", "longctx_server_timeout", "longctx_server_memory",
     "longctx_topology", "longctx_ulysses_size", "longctx_scan", "longctx_softmax", "longctx_verify",
 )  # fmt: skip

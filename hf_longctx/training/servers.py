@@ -108,6 +108,11 @@ class Servers:
         return frozenset(channel.lost) if isinstance(channel, BridgedChannel) else frozenset()
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the processes that this trainer started and did not give up."""
+        return tuple(own.process.pid for own in self._spawned.values())
+
+    @property
     def _token_file(self) -> Path:
         return self.folder / f"{self.name}.rank{self.rank}.token"
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..attention.kinds import layer_kinds
+from ..attention.kinds import layer_configs, layer_kinds, layer_widths
 from ..data.batch import KEY, LongCtxBatch
+from ..plan.measured import CostTable
 from .halves import say_whole
 from .overrides import WatchedStep
 from .positions import refuse_longer
 from .report import StepReport, summary
+from .server_memory import limit_memory
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
@@ -23,6 +25,7 @@ _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer co
 class StepsMixin(_Base):
     """Runs a Trainer's steps on shared batches."""
 
+    longctx_costs: CostTable | None
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
     _logged: Tensor  # `_exchanged` at the last log
@@ -44,7 +47,17 @@ class StepsMixin(_Base):
         refuse_longer(batch.layout.lengths.tolist(), limit=self._position_limit)
         if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
-        batch.runtime, batch.speeds = self.longctx_runtime, speeds
+        batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
+        batch.speeds = speeds
+        if speeds and self.args.longctx_server_memory is not None:
+            configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
+            widths = (layer_widths(config, dtype=dtype) for config in configs)
+            limit_memory(
+                batch,
+                algorithm=self.longctx_attention,
+                layers=list(zip(layer_kinds(self.model.config), widths, strict=True)),
+                limit=self.args.longctx_server_memory,
+            )
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
             digest = batch.digest(self.longctx_attention, kinds)

@@ -2,8 +2,8 @@
 
 Floor: training. The mixin builds the data loaders (documents in, packs out), binds this process's
 channel to each batch. Trainer's own loss arithmetic is exact here: every rank gives `labels` and
-`shift_labels` of different tokens, and the count is global. Steps are in `steps`, evaluation in
-`evaluation`.
+`shift_labels` of different tokens, and the count is global. Steps are in `steps`, what a lost
+server makes run again in `replay`, evaluation in `evaluation`.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ from ..support import (
 )
 from .callback import LongCtxCallback
 from .collators import leave_out, refuse_other_targets, say_left_out
+from .costs import shared_costs
 from .evaluation import EvaluationMixin
 from .groups import find_group, join
 from .halves import run_halves
@@ -34,12 +35,13 @@ from .loss import refuse_other_losses
 from .overrides import refuse_shadowed_loaders
 from .positions import position_limit, refuse_longer
 from .probe import probe
+from .replay import ReplayMixin
 from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
 from .servers import servers_for
 from .steps import StepsMixin
 
 
-class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
+class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
     """Makes a Trainer whose loss is a sum over tokens run on shared batches.
 
     Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model carries
@@ -84,6 +86,9 @@ class LongCtxTrainerMixin(StepsMixin, EvaluationMixin):
         self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
         self.longctx_servers = servers_for(
             self.longctx_runtime, self.longctx_group, self.args, name=self.longctx_attention
+        )
+        self.longctx_costs = shared_costs(
+            self.args, model=self.model, device=self.accelerator.device
         )
         self.add_callback(LongCtxCallback(self))
 

@@ -150,9 +150,9 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.bytes_planned = sum(
             _planned(part, model, dtype, process=context.rank) for part in parts
         )
+        assert all(not part.saved.results for part in parts), "saved attention was not dropped"
         plans = [plan for part in parts for plan in part._plans.values()]
         result.head_groups = max(len(plan.groups) for plan in plans)
-        assert all(not part.saved.results for part in parts), "saved attention was not dropped"
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             grad = grad.to(torch.promote_types(dtype, torch.float32), copy=True)
@@ -160,7 +160,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
             if context.rank == 0:
                 result.grads[name] = grad
         if context.rank == 0:
-            _count_servers(result, servers, [i[KEY] for i in batches], model, dtype)
+            _count_servers(result, servers, parts, model, dtype)
         result.leak = _leak(model, case, context, servers)
     return result
 
@@ -204,9 +204,9 @@ def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> d
         runtime=servers.runtime,
         overlap=case.overlap,
     )
-    batch.speeds = servers.speeds
     if halves:
         batch.halves = halved(halves, context.rank, tolerance=case.tolerance)
+    batch.speeds = servers.speeds
     return {
         "input_ids": torch.from_numpy(ids[rows])[None],
         "labels": torch.from_numpy(ids[rows])[None],
@@ -219,7 +219,7 @@ def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> d
 def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype, *, process: int) -> int:
     """Bytes that a rank's or server's programs send for one batch, over all layers."""
     widths = [layer_widths(config, dtype=dtype) for config in layer_configs(model.config)]
-    plans = {kind: plan for (_, kind, _), plan in batch._plans.items()}
+    plans = {plan.kind: plan for plan in batch._plans.values()}
     programs = [plans[kind].program(process) for kind in layer_kinds(model.config)]
     return sum(map(sent_in_layer, programs, widths))
 
