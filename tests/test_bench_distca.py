@@ -230,3 +230,23 @@ def test_a_machine_without_nodes_is_refused_before_anything_runs(
     assert "no unshare" in said
     assert "iproute2" in said
     assert "rounds" not in said
+
+
+def test_one_report_names_every_figure(
+    rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that take long are stood in for: each is run by a test above."""
+    medians = dict.fromkeys(tables.MEDIANS, 1.0)
+    by_overlap = {"exposed_comm_fraction": {"none": 0.2}, "hidden": {"heads": 0.9}}
+    monkeypatch.setattr(exposed, "check_cluster", lambda: None)
+    monkeypatch.setattr(tables, "measure", lambda *_, **given: {"seeds": [20], **medians})
+    monkeypatch.setattr(exposed, "measure", lambda *_, **given: {**by_overlap, "link_mbit": 1.0})
+    monkeypatch.setattr(served, "measure", lambda *_, **given: {"server_ratio": 1.1})
+    pair = (1024,) + (128,) * 8
+    found = distca.run(shape=TINY, pair=pair, rounds=1, pool=rank_pool)
+    assert (found["documents"], found["tokens"]) == (9, 2048)
+    assert found.keys() >= {"shape", "seed", "cpu", "cores", "clock", "allocator", "rounds"}
+    assert found.keys() >= {"t_static", "t_ideal", "t_ours", "gain_captured", "wlb_ratio"}
+    assert found.keys() >= {"repack_ratio", "server_ratio", "exposed_comm_fraction", "hidden"}
+    assert found["table"].keys() >= {"seeds", "gain_captured"}
+    json.dumps(found, allow_nan=False)
