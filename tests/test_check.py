@@ -92,10 +92,11 @@ def drop(*kinds: type[Op]) -> Change:
 
 
 def double(*kinds: type[Op]) -> Change:
-    """Do an operation twice; a copy, and what replaces its target, may be made twice."""
+    """Do an operation twice; what only overwrites its target may be done twice."""
 
     def change(op: Op) -> Iterator[tuple[Op, ...]]:
-        if isinstance(op, kinds) and not (isinstance(op, Fold) and op.how in ("cat", "delta")):
+        overwrites = isinstance(op, Fold) and op.how != "sum" and op.into not in op.parts
+        if isinstance(op, kinds) and not overwrites:
             yield op, op
 
     return change
