@@ -92,13 +92,11 @@ def drop(*kinds: type[Op]) -> Change:
 
 
 def double(*kinds: type[Op]) -> Change:
-    """Do an operation twice, save a fold that replaces what stands in its target."""
-
-    def replaces(op: Op) -> bool:
-        return isinstance(op, Fold) and op.how != "sum" and op.into not in op.parts
+    """Do an operation twice; what only overwrites its target may be done twice."""
 
     def change(op: Op) -> Iterator[tuple[Op, ...]]:
-        if isinstance(op, kinds) and not replaces(op):
+        overwrites = isinstance(op, Fold) and op.how != "sum" and op.into not in op.parts
+        if isinstance(op, kinds) and not overwrites:
             yield op, op
 
     return change
