@@ -1,8 +1,8 @@
 """A layout -> balanced attention tasks: who computes which query rows.
 
 Floor: plan. Core attention disaggregation, arXiv 2510.18121, section 4.2, with the head-tail items
-of appendix B. A task is a run of query rows with every key that they see; each row has one
-producer, so no softmax is merged.
+of appendix B. A task is a run of query rows with every key that they see; `subranges` may then lend
+some of its keys to another process, whose partial is merged at home.
 """
 
 from collections.abc import Sequence
