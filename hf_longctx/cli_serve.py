@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--device {arguments.device}: the kernels are exact on cpu alone so far; use cpu"
         )
-    if not 0 < arguments.speed < float("inf"):
-        raise ValueError(f"--speed {arguments.speed} must be positive, for example 1.0")
+    if not 1e-3 <= arguments.speed <= 1e3:
+        raise ValueError(f"--speed {arguments.speed} must be from 0.001 to 1000, for example 1.0")
     if arguments.parent:
         _end_with(arguments.parent)
     known = [name for _, name in socket.if_nameindex()]
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not Path(arguments.token_file).is_file():
         raise ValueError(
             f"--token-file {arguments.token_file}: there is no such file; copy the one that the "
-            "trainers name in their log"
+            "trainers name in their log; they remove it when the training ends"
         )
     token = Path(arguments.token_file).read_bytes().strip()
 

@@ -107,8 +107,8 @@ class _Void:
     def done(self) -> bool:
         return self.exchange.done()
 
-    def wait(self) -> None:
-        self.exchange.wait()
+    def wait(self, *, since: float | None = None) -> None:
+        self.exchange.wait(since=since)
         for _, data in self.recvs:
             data.fill_(0xFF)
 

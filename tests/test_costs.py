@@ -62,10 +62,21 @@ def test_pieces_are_padded_to_tiles() -> None:
 def test_a_table_survives_its_text_and_a_wrong_one_is_named() -> None:
     assert CostTable.from_json(TABLE.to_json()) == TABLE
     fields = json.loads(TABLE.to_json())
-    for wrong in ({"rows": [16, 16, 1024]}, {"keys": [16]}, {"tile": 0}, {"per_entry": [[0.0]]}):
-        with pytest.raises(ValueError, match="sizes must rise, and rates be positive"):
+    rates = [[1e-9] * len(TABLE.keys)] * len(TABLE.rows)
+    for wrong in (
+        {"rows": [16, 16, 1024]}, {"keys": [16]}, {"tile": 0}, {"per_entry": [[0.0]]},
+        {"tile": 1.5}, {"tile": None}, {"rows": [16.5, *TABLE.rows[1:]]}, {"keys": "12"},
+        {"per_entry": [*rates[1:], [float("inf"), *rates[0][1:]]]},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="sizes must be whole and rise, and rates be positive"):
             CostTable.from_json(json.dumps(fields | wrong))
-    for text in ("", "[]", "{}", json.dumps(fields | {"per_entry": [[1.0], [1.0, 2.0]]})):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        json.dumps(fields | {"per_entry": [[1.0], [1.0, 2.0]]}),
+    ):
         with pytest.raises(ValueError, match="write it with hf-longctx profile"):
             CostTable.from_json(text)
 

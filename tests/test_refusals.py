@@ -163,6 +163,10 @@ ARGUMENTS = {
     "torch.compile": {"torch_compile": True},
     "DeepSpeed beyond ZeRO 0, 1 and 2": {"deepspeed": {"zero_optimization": {"stage": 3}}},
     "attention servers under DeepSpeed": {"longctx_servers": 1, "deepspeed": {}},
+    "attention servers and debug=underflow_overflow": {
+        "longctx_servers": 1,
+        "debug": "underflow_overflow",
+    },
     "attention servers and optimizers that step within backward": {
         "longctx_servers": 1,
         "optim": "galore_adamw_layerwise",

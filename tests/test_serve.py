@@ -152,7 +152,7 @@ def test_the_listener_is_on_one_interface(listener):
 
 
 def test_a_program_and_a_request_travel_unchanged():
-    layout = cut([700, 2, 300], ranks=3, layout="spread")
+    layout = cut([2000, 2, 900], ranks=3, layout="spread")
     rows = Rows.random(1)
     plan = make_plan("distca", layout, kind=rows.kind(), tolerance=0.0, speeds=(1.0,))
     program = plan.program(3)
@@ -333,7 +333,7 @@ def test_a_wrong_token_ends_the_command_with_2_and_why(listener, tmp_path):
         (("--join", "here"), "--join 'here' must be HOST:PORT"),
         (("--join", "a:1", "--device", "cuda"), "--device cuda: the kernels are exact on cpu"),
         (("--join", "a:1", "--interface", "no0"), "--interface no0 is none of this machine's ["),
-        (("--join", "a:1", "--speed", "0"), "--speed 0.0 must be positive"),
+        (("--join", "a:1", "--speed", "0"), "--speed 0.0 must be from 0.001 to 1000"),
         (("--join", "a:1", "--token-file", "no_such"), "--token-file no_such: there is no such"),
         (("--join", "127.0.0.1:1"), "--join 127.0.0.1:1: nobody listens there"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,7 +92,7 @@ class _Gone:
     def done(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def wait(self, *, since: float | None = None) -> None:
         raise ExchangeError("connection closed")
 
 
@@ -118,3 +119,13 @@ def test_a_bridged_channel_reaches_peers_and_servers() -> None:
     bridge[2].post([], [(0, to_server)], what="in").wait()
     assert (to_peer.tolist(), to_server.tolist()) == ([0, 1, 2], [1, 2, 3])
     assert ranks[0].sent == {1: 3, 2: 3}
+
+
+def test_servers_that_stall_together_take_as_long_as_one() -> None:
+    bridges = [Hub(2, timeout=0.4).channels()[0] for _ in range(4)]
+    channel = BridgedChannel(None, bridges, ranks=1, rank=0)
+    due = [(1 + n, torch.zeros(4, dtype=torch.uint8)) for n in range(4)]
+    started = time.monotonic()
+    channel.post([], due, what="a test").wait()
+    assert 0.4 <= time.monotonic() - started < 1.0
+    assert len(channel.lost) == 4

@@ -57,10 +57,10 @@ class _Recorded:
     def done(self) -> bool:
         return self.exchange is None or self.exchange.done()
 
-    def wait(self) -> None:
+    def wait(self, *, since: float | None = None) -> None:
         self.recorder.note("wait", self.messages if self.exchange else ())
         if self.exchange:
-            self.exchange.wait()
+            self.exchange.wait(since=since)
         self.recorder.resume()
 
 

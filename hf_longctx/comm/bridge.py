@@ -6,6 +6,7 @@ from a lost server arrives as NaN, so that a step made of it cannot pass for a g
 nothing more is sent to it; whoever owns the channel looks at `lost` and runs the step again.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -27,10 +28,10 @@ class _OverBridge:
     def done(self) -> bool:
         return self.under_way is None or self.under_way.done()
 
-    def wait(self) -> None:
+    def wait(self, *, since: float | None = None) -> None:
         try:
             if self.under_way is not None:
-                self.under_way.wait()
+                self.under_way.wait(since=since)
                 return
         except ExchangeError as error:
             self.channel.lose(self.number, error)
@@ -47,9 +48,10 @@ class _Joined:
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
 
-    def wait(self) -> None:
+    def wait(self, *, since: float | None = None) -> None:
+        began = time.monotonic() if since is None else since
         for part in self.parts:
-            part.wait()
+            part.wait(since=began)
 
 
 class BridgedChannel:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Parcel = tuple[int, Tensor]  # peer, uint8 bytes
+_AT_LEAST = timedelta(milliseconds=10)
 EXCHANGE_SECONDS = 120.0  # under the default group's time-out, above a server's
 
 
@@ -32,8 +33,17 @@ class Exchange(Protocol):
         """Whether every message of the exchange has arrived and left."""
         ...
 
-    def wait(self) -> None:
-        """Block until it is done. Raises `ExchangeError` on a time-out or a lost peer."""
+    def wait(self, *, since: float | None = None) -> None:
+        """Block until it is done.
+
+        Args:
+            since (`float`, *optional*): When waiting began, by `time.monotonic`; now by default.
+                Exchanges that are waited for one after another share it, so that several lost peers
+                take no longer to notice than one.
+
+        Raises:
+            ExchangeError: on a time-out or a lost peer.
+        """
         ...
 
 
@@ -68,10 +78,12 @@ class _GlooExchange:
     def done(self) -> bool:
         return all(work.is_completed() for _, work in self.works)
 
-    def wait(self) -> None:
+    def wait(self, *, since: float | None = None) -> None:
+        began = time.monotonic() if since is None else since
         for peer, work in self.works:
+            left = self.channel.timeout - timedelta(seconds=time.monotonic() - began)
             try:
-                work.wait(self.channel.timeout)
+                work.wait(max(left, _AT_LEAST))  # what has come is taken, however late it is
             except RuntimeError as error:
                 cause = str(error).splitlines()[0] if str(error) else "time-out"
                 raise _failed(self.channel.rank, self.what, peer, cause) from error
@@ -167,9 +179,9 @@ class _ThreadExchange:
         with self.channel.hub.changed:
             return all(key in self.channel.hub.messages for key, _ in self.due)
 
-    def wait(self) -> None:
+    def wait(self, *, since: float | None = None) -> None:
         hub = self.channel.hub
-        end = time.monotonic() + hub.timeout
+        end = (time.monotonic() if since is None else since) + hub.timeout
         for key, buffer in self.due:
             with hub.changed:
                 arrived = hub.changed.wait_for(

@@ -17,6 +17,7 @@ from typing import Any
 from ..plan.packed import FORMAT
 
 MAGIC = "hf_longctx attention server"
+SPEEDS = (1e-3, 1e3)  # that a server may have beside a trainer
 _LONGEST = 1 << 16  # bytes of a message
 
 
@@ -68,7 +69,7 @@ def receive(connection: socket.socket) -> dict[str, Any]:
         raise Refused("what answered does not speak as an hf_longctx trainer or server does")
     try:
         message = json.loads(_exactly(connection, size))
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         raise Refused("what answered does not speak as an hf_longctx trainer or server does")
@@ -94,6 +95,13 @@ def _knows(message: dict[str, Any], proof: str) -> bool:
     return hmac.compare_digest(str(message.get("proof")).encode(), proof.encode())
 
 
+def _sound(visitor: dict[str, Any]) -> bool:
+    """Whether a visitor's fields are what planners can work with."""
+    kinds = {"name": str, "device": str, "speed": float, "spawned": int}
+    fits = {name: type(value) for name, value in visitor.items()} == kinds
+    return fits and SPEEDS[0] <= visitor["speed"] <= SPEEDS[1]
+
+
 def greet(connection: socket.socket, *, token: bytes) -> Visitor:
     """The trainers' side: find out who comes.
 
@@ -115,12 +123,14 @@ def greet(connection: socket.socket, *, token: bytes) -> Visitor:
             f"it has {hello.get('versions')}, the trainers have {versions()}; install the same "
             "version on both"
         )
+    found = visitor if isinstance(visitor, dict) else {}
+    if reason is None and not _sound(found):
+        reason = f"it introduces itself as {found}, with a speed outside {SPEEDS}"
     if reason is not None:
         send(connection, {"refused": reason})
         raise Refused(reason)
-    assert isinstance(visitor, dict)
-    send(connection, {"proof": _proof(token, "trainer", numbers, visitor)})
-    return Visitor(**visitor)
+    send(connection, {"proof": _proof(token, "trainer", numbers, found)})
+    return Visitor(**found)
 
 
 def introduce(connection: socket.socket, *, token: bytes, visitor: Visitor) -> None:

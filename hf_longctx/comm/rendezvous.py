@@ -7,6 +7,7 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from .handshake import Refused, Visitor, greet, send
 
 logger = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0  # that a visitor may take to say who it is
+_HANDSHAKES = 16  # at once: strangers must not use up the trainer's files
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,15 @@ class Waiting:
         except OSError:
             return False
 
+    @staticmethod
+    def shut(connection: socket.socket) -> None:
+        """Have both sides see the end of a connection, whoever holds a copy of it."""
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
     def send_away(self) -> None:
         """End the connection, also where a forked data loader worker holds a copy of it."""
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+        self.shut(self.connection)
         self.connection.close()
 
 
@@ -56,27 +63,41 @@ class Listener:
         self._socket, self._token = socket.create_server((host, 0)), token
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self.waiting: deque[Waiting] = deque()
+        self._open, self._handshakes = True, threading.BoundedSemaphore(_HANDSHAKES)
         threading.Thread(target=self._listen, name="longctx servers", daemon=True).start()
 
     def _listen(self) -> None:
-        while True:
+        while self._open:
             try:
                 connection, (address, *_) = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:  # closed, or the process may open no more files now
+                if self._open:
+                    logger.warning("a server could not be taken in: %s", error)
+                    time.sleep(0.1)
+                continue
+            if not self._handshakes.acquire(blocking=False):
+                connection.close()
+                continue
             # each in a thread: one that stays silent must not keep others out
             threading.Thread(target=self._take, args=(connection, address), daemon=True).start()
 
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.settimeout(HANDSHAKE_SECONDS)
+        # It is shut at the end of that time, whatever came until then.
+        late = threading.Timer(HANDSHAKE_SECONDS, Waiting.shut, (connection,))
+        late.daemon = True
+        late.start()
         try:
             visitor = greet(connection, token=self._token)
-        except (Refused, OSError, TypeError) as error:
+        except (Refused, OSError) as error:
             logger.warning("a server from %s was turned down: %s", address, error)
             connection.close()
-            return
-        _keep_alive(connection)
-        self.waiting.append(Waiting(connection, visitor))
+        else:
+            _keep_alive(connection)
+            self.waiting.append(Waiting(connection, visitor))
+        finally:
+            late.cancel()
+            self._handshakes.release()
 
     def take(self, spawned: int | None = None) -> Waiting | None:
         """The next server that waits (number `spawned`, if given); those that left are dropped."""
@@ -91,6 +112,7 @@ class Listener:
 
     def close(self) -> None:
         """Take nobody in any more; those that wait are sent away."""
+        self._open = False
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+_LARGEST = 1 << 40  # of a grid's sizes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
@@ -73,17 +75,18 @@ class CostTable:
                 per_entry=tuple(map(tuple, fields["per_entry"])),
                 tile=fields["tile"],
             )
-            rates = np.asarray(table.per_entry, np.float64)
-            axes = [np.asarray(axis, np.int64) for axis in (table.rows, table.keys)]
-        except (KeyError, TypeError, ValueError) as error:
+            rates = np.asarray(table.per_entry)
+            axes = [np.asarray(axis) for axis in (table.rows, table.keys, (table.tile,))]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"no cost table ({error}); write it with hf-longctx profile") from None
-        rising = all(len(a) and a[0] > 0 and (np.diff(a) > 0).all() for a in axes)
-        fits = rates.shape == (len(table.rows), len(table.keys))
-        if not (rising and fits and (rates > 0).all() and table.tile > 0):
+        whole = all(a.dtype == np.int64 and len(a) and a.min() > 0 for a in axes)
+        rising = whole and all((np.diff(a) > 0).all() and a[-1] < _LARGEST for a in axes)
+        fits = rates.shape == (len(table.rows), len(table.keys)) and rates.dtype == np.float64
+        if not (rising and fits and (rates > 0).all() and rates.max() < 1.0):
             raise ValueError(
                 f"a cost table of {rates.shape} rates for rows {table.rows} and keys {table.keys}: "
-                "sizes must rise, and rates be positive, one for each pair of sizes; write it anew "
-                "with hf-longctx profile"
+                "sizes must be whole and rise, and rates be positive seconds, one for each pair of "
+                "sizes; write it anew with hf-longctx profile"
             )
         return table
 

@@ -22,7 +22,7 @@ from ..plan.packed import pack, unpack
 from ..plan.plans import Plan
 from ..plan.program import Program
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = struct.Struct("<11q2d")
 _KEPT = 64  # programs that both sides keep: those of some batches, with a few layer kinds each
 

@@ -74,6 +74,13 @@ def _servers_under_deepspeed(arguments: Any) -> object:
     return f"longctx_servers={servers}" if servers and deepspeed else None
 
 
+def _servers_with_nan_alarm(arguments: Any) -> object:
+    servers, debug = (getattr(arguments, n, None) for n in ("longctx_servers", "debug"))
+    named = [getattr(option, "value", option) for option in debug or ()]
+    alarm = "underflow_overflow" in named
+    return f"longctx_servers={servers}, debug=underflow_overflow" if servers and alarm else None
+
+
 def _servers_with_early_steps(arguments: Any) -> object:
     servers = getattr(arguments, "longctx_servers", 0)
     optimizer = str(getattr(arguments, "optim", "")).rpartition(".")[2].lower()
@@ -194,6 +201,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         _servers_under_deepspeed,
         "its engine steps within backward, so a step that lost a server cannot be run again",
         "leave longctx_servers at 0, or leave DeepSpeed out",
+    ),
+    Rule(
+        "attention servers and debug=underflow_overflow",
+        _servers_with_nan_alarm,
+        "what a lost server owes is NaN until its step runs again, which that option ends",
+        "leave longctx_servers at 0, or leave debug out",
     ),
     Rule(
         "attention servers and optimizers that step within backward",

@@ -11,12 +11,14 @@ import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ..comm.channels import EXCHANGE_SECONDS, GlooChannel
 from ..runtime.binding import Runtime
+from .servers import Servers
 
 MOST_SERVERS = 62  # of a group: those that are lost travel as bits of one int64
 
@@ -155,3 +157,21 @@ def join(group: Group, *, default_seconds: float) -> Runtime:
     channel = GlooChannel(mine, timeout=seconds)
     atexit.register(channel.close)
     return Runtime(channel=channel)
+
+
+def servers_for(runtime: Runtime, group: Group, arguments: Any, *, name: str) -> Servers:
+    """The servers that the training arguments ask for, not started yet.
+
+    Raises:
+        ValueError: see `servers_of_a_group`.
+    """
+    return Servers(
+        runtime,
+        ranks=group.size,
+        rank=group.rank,
+        count=servers_of_a_group(arguments, group, name=name),
+        folder=Path(arguments.output_dir) / "longctx_servers",
+        name=f"group{group.index}",
+        timeout=arguments.longctx_server_timeout,
+        toward=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+    )

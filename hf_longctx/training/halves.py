@@ -5,7 +5,7 @@ one output, so nothing above it changes. Letters: T rows of this rank.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -92,6 +92,8 @@ def _join(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
         ValueError: on an output that is neither, which nobody could read as that of one forward.
     """
     joined = {}
+    if not isinstance(outputs[0], Mapping):  # return_dict=False
+        raise _unjoined("all", outputs[0])
     for name in outputs[0]:
         values = [output[name] for output in outputs]
         if name == "loss":
@@ -104,7 +106,9 @@ def _join(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def _rows(values: Sequence[Any], rows: Sequence[int], *, name: str) -> Any:
-    """`[1, T, ...]` of both halves, or tuples of such."""
+    """`[1, T, ...]` of both halves, or tuples of such; what neither half gives stays `None`."""
+    if values[0] is None:
+        return None
     if isinstance(values[0], tuple):
         return tuple(_rows(pair, rows, name=name) for pair in zip(*values, strict=True))
     if [value.shape[1:2] for value in values] != [(count,) for count in rows]:

@@ -5,7 +5,6 @@ close. The first one listens and calls; each holds its own end of every bridge.
 """
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Iterable
@@ -13,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,8 +22,7 @@ from ..comm.meeting import STEP_SECONDS, Address, Bridge, Meeting, open_store, s
 from ..comm.rendezvous import Listener, Waiting, own_address
 from ..runtime.binding import Runtime
 from ..runtime.requests import Caller
-from .groups import Group, servers_of_a_group
-from .spawn import Spawned, spawn, write_token
+from .spawn import Spawned, in_words, spawn, write_token
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # that spawned servers may take to start
@@ -136,14 +133,17 @@ class Servers:
                     log=self.folder / f"{self.name}.server{number}.log",
                 )
         for number in range(count):
-            self._admit(self._await(number) if self._listener else None)
+            self._admit(self._await(number))
             if len(self._roster) != number + 1:
+                if self._peers is not None:  # who raises first closes the store for all
+                    dist.barrier(group=self._peers.group)
                 raise RuntimeError(self._why_not(number))
         if self._listener:
             logger.info(
-                "%s: %d trainers attend with %d servers; another joins at the next step with\n"
+                "%s: trainers %d, servers %d (%s); another joins at the next step with\n"
                 "    hf-longctx serve --join %s --token-file %s",
-                self.name, self.ranks, count, address.join, self._token_file.absolute(),
+                self.name, self.ranks, count, ", ".join(server.name for server in self._roster),
+                address.join, self._token_file.resolve(),
             )  # fmt: skip
 
     def _open(self) -> Address:
@@ -162,23 +162,26 @@ class Servers:
         return address
 
     def _await(self, number: int) -> Waiting | None:
-        """A spawned server, once it has come; `None` where it ended or takes too long."""
-        assert self._listener is not None
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end:
-            waiting = self._listener.take(number)
-            if waiting is not None:
+        """A spawned server, once it has come; `None` where it ended or takes too long, and on all
+        ranks but the first, to which its own trainer says that it ended."""
+        assert self._meeting is not None
+        store, own, end = self._meeting.store, self._spawned.get(number), f"server{number}/ended"
+        called, limit = f"bridge{self._called}/go", time.monotonic() + START_SECONDS
+        while time.monotonic() < limit:
+            if own is not None and own.process.poll() is not None:
+                store.set(end, "1")
+            if self._listener is None:
+                if own is None or store.check([called]):
+                    return None
+            elif (waiting := self._listener.take(number)) or store.check([end]):
                 return waiting
-            if number in self._spawned and self._spawned[number].process.poll() is not None:
-                return None
             time.sleep(0.02)
         return None
 
     def _why_not(self, number: int) -> str:
         if number not in self._spawned:
             return f"attention server {number} did not start; its log is with the trainer it is of"
-        own = self._spawned[number]
-        return f"attention server {number} did not start: {own.last_words()} ({own.log})"
+        return f"attention server {number} did not start: {self._spawned[number].end_in_words()}"
 
     def joining(self) -> int:
         """Servers that wait to be admitted; known to the first rank alone."""
@@ -220,20 +223,22 @@ class Servers:
     def drop(self, numbers: Iterable[int]) -> None:
         """Give servers up: what they still do is of no use, and they are to end."""
         given_up = frozenset(numbers)
-        gone = [server for at, server in enumerate(self._roster) if at in given_up]
+        gone = [(at, server) for at, server in enumerate(self._roster) if at in given_up]
         self._roster = [s for at, s in enumerate(self._roster) if at not in given_up]
+        channel = self.runtime.channel
+        found = channel.lost if isinstance(channel, BridgedChannel) else {}
         self._connect()
-        for server in gone:
+        for at, server in gone:
             server.bridge.close()
             if server.waiting is not None:
                 server.waiting.send_away()
             own = self._spawned.pop(server.spawned, None)
+            why = str(found.get(at, "another trainer found it so"))
             if own is not None:
                 own.end(seconds=0.0)
-                logger.warning(
-                    "server %d (%s) is lost, exit code %s; its log %s ends: %s",
-                    server.spawned, server.name, own.process.returncode, own.log, own.last_words(),
-                )  # fmt: skip
+                why = own.end_in_words()
+            if own is not None or self.rank == 0:
+                logger.warning("%s: %s is lost: %s", self.name, server.name, why)
 
     def report(self) -> list[dict[str, float]]:
         """What each server says it did so far; known to the first rank alone."""
@@ -252,8 +257,8 @@ class Servers:
     def close(self) -> None:
         """End all servers."""
         for number, said in enumerate(self._tell("end")):
-            name = self._roster[number].name
-            logger.info("%s ends: %s", name, said or "it does not answer")
+            name, did = self._roster[number].name, in_words(said) if said else "it does not answer"
+            logger.info("%s: %s ends: %s", self.name, name, did)
         gone, self._roster = self._roster, []
         if self._meeting is not None:
             self._connect()
@@ -278,21 +283,3 @@ class Servers:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def servers_for(runtime: Runtime, group: Group, arguments: Any, *, name: str) -> Servers:
-    """The servers that the training arguments ask for, not started yet.
-
-    Raises:
-        ValueError: see `groups.servers_of_a_group`.
-    """
-    return Servers(
-        runtime,
-        ranks=group.size,
-        rank=group.rank,
-        count=servers_of_a_group(arguments, group, name=name),
-        folder=Path(arguments.output_dir) / "longctx_servers",
-        name=f"group{group.index}",
-        timeout=arguments.longctx_server_timeout,
-        toward=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-    )

@@ -7,7 +7,7 @@ start; so it runs the command line without this package's `__init__`.
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,12 @@ class Spawned:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
+    def end_in_words(self) -> str:
+        """How it ended, or that it did not."""
+        code = self.process.poll()
+        how = "it still runs" if code is None else f"exit code {code}"
+        return f"{how}; its log {self.log.resolve()} ends: {self.last_words()}"
+
     def end(self, *, seconds: float = _END_SECONDS) -> None:
         """Wait so long for its end, then kill it: a stopped process can be killed too."""
         try:
@@ -46,6 +52,16 @@ class Spawned:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def in_words(report: Mapping[str, float]) -> str:
+    """What a server says at its end, for people; see `runtime.server.Served`."""
+    megabytes = {key: report[key] / 2**20 for key in ("sent", "peak_bytes")}
+    return (
+        f"{report['requests']:.0f} requests, {report['attending']:.1f} s of attention, "
+        f"{report['waited']:.1f} s of waits, {megabytes['sent']:.1f} MiB sent, at most "
+        f"{megabytes['peak_bytes']:.1f} MiB held"
+    )
 
 
 def write_token(path: Path, token: bytes) -> None:

@@ -28,7 +28,7 @@ from .callback import LongCtxCallback
 from .collators import leave_out, refuse_other_targets, say_left_out
 from .costs import shared_costs
 from .evaluation import EvaluationMixin
-from .groups import find_group, join
+from .groups import find_group, join, servers_for
 from .halves import run_halves
 from .loaders import Loaders
 from .loss import refuse_other_losses
@@ -37,7 +37,6 @@ from .positions import position_limit, refuse_longer
 from .probe import probe
 from .replay import ReplayMixin
 from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
-from .servers import servers_for
 from .steps import StepsMixin
 
 
