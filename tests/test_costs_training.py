@@ -40,7 +40,7 @@ def test_batches_are_planned_by_the_table(tmp_path, monkeypatch):
     trainer = trainer_of(case, tmp_path)
     bound = []
     bind = trainer._bind
-    monkeypatch.setattr(trainer, "_bind", lambda inputs: bound.append(bind(inputs)) or bound[-1])
+    monkeypatch.setattr(trainer, "_bind", lambda *a, **k: bound.append(bind(*a, **k)) or bound[-1])
     trainer.train()
     assert bound and {batch.costs for batch in bound} == {TABLE}
     assert {plan.costs for batch in bound for plan in batch._plans.values()} == {TABLE}
