@@ -54,11 +54,12 @@ def test_b62_a_lost_server_does_not_show_in_the_curve(runs, name):
 
 
 def test_one_line_says_what_was_lost_and_what_is_left(runs):
-    lines = [line for line in runs["lora"]["struck"]["lines"] if line.startswith("group")]
-    assert lines == [
+    lines = runs["lora"]["struck"]["lines"]
+    assert [line for line in lines if line.startswith("group 0")] == [
         f"group 0 lost 2 attention server(s) in step {STRUCK + 1}, which runs again in place, as "
         "all steps from now on do"
     ]
+    assert sum(" is lost: " in line for line in lines) == 2
     assert any("exit code -9" in line for line in runs["groups"]["struck"]["lines"])
 
 

@@ -56,11 +56,10 @@ class Spawned:
 
 def in_words(report: Mapping[str, float]) -> str:
     """What a server says at its end, for people; see `runtime.server.Served`."""
-    megabytes = {key: report[key] / 2**20 for key in ("sent", "peak_bytes")}
     return (
-        f"{report['requests']:.0f} requests, {report['attending']:.1f} s of attention, "
-        f"{report['waited']:.1f} s of waits, {megabytes['sent']:.1f} MiB sent, at most "
-        f"{megabytes['peak_bytes']:.1f} MiB held"
+        f"{report['requests']:,} requests, {report['attending']:.1f} s of attention, "
+        f"{report['waited']:.1f} s of waits, {report['sent']:,} bytes sent, at most "
+        f"{report['peak_bytes']:,} held"
     )
 
 
