@@ -64,13 +64,18 @@ def add_serve(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Join and serve; the process ends within, or with the code returned here."""
+    from .comm.handshake import SPEEDS, Visitor, introduce
+
     host, port = _address(arguments.join)
     if arguments.device != "cpu":
         raise ValueError(
             f"--device {arguments.device}: the kernels are exact on cpu alone so far; use cpu"
         )
-    if not 1e-3 <= arguments.speed <= 1e3:
-        raise ValueError(f"--speed {arguments.speed} must be from 0.001 to 1000, for example 1.0")
+    slowest, fastest = SPEEDS
+    if not slowest <= arguments.speed <= fastest:
+        raise ValueError(
+            f"--speed {arguments.speed} must be from {slowest:g} to {fastest:g}, for example 1.0"
+        )
     if arguments.parent:
         _end_with(arguments.parent)
     known = [name for _, name in socket.if_nameindex()]
@@ -83,7 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     token = Path(arguments.token_file).read_bytes().strip()
 
-    from .comm.handshake import Visitor, introduce
     from .comm.meeting import answer_call
     from .comm.rendezvous import connect
     from .runtime.server import run as serve

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import IO, Self, TextIO
 
 from .cluster_spec import ClusterSpec, build_commands, environment, hosts
@@ -82,16 +81,11 @@ class Cluster:
         while (line := self._hear()) not in ("ready", ""):
             said.append(line)
         if line != "ready":
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise ClusterUnavailable(f"cannot make the nodes ({'; '.join(said)}); {_REMEDY}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(BrokenPipeError):
             self._stdin.close()
         self._holder.wait()
