@@ -88,6 +88,17 @@ def test_an_exchange_that_was_always_there_took_no_time() -> None:
     assert [rank.waiting for rank in assemble([[waits], [waits]])] == [0.0, 0.0]
 
 
+def test_an_exchange_takes_no_longer_than_a_round_that_did_not_wait_for_it() -> None:
+    """Blocked for 5 seconds in a disturbed round; in the other it was there after 2."""
+
+    def rounds(came: float, *, at: float) -> list[Stretch]:
+        post = stretch("post", 1.0, messages=OUT, at=1.0)
+        return [post, stretch("wait", 0.0, messages=OUT, at=at, until=came)]
+
+    ranks = [[rounds(6.0, at=1.0), rounds(3.0, at=3.0)]] * 2
+    assert [rank.waiting for rank in assemble(ranks)] == [2.0, 2.0]
+
+
 def test_gain_and_what_is_lost_from_known_seconds() -> None:
     def run(static: tuple[float, float], ours: tuple[float, float], wait: float) -> RankRun:
         sides = {"static": (*static, 0.0), "ours": (*ours, wait)}

@@ -1,8 +1,10 @@
-"""Exchanges in head groups: exact, as planned in bytes and peaks, and checked group by group."""
+"""Exchanges in head groups and parts of rows: exact, as planned in bytes and peaks, and checked group by group."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -25,15 +27,23 @@ from hf_longctx.arguments import LongCtxArguments
 from hf_longctx.comm.channels import Hub
 from hf_longctx.kernels.reference import attention
 from hf_longctx.kernels.softmax import Scoring
+from hf_longctx.plan import exchange
 from hf_longctx.plan.check import PlanError, check
 from hf_longctx.plan.count import peak_bytes, sent_in_layer
 from hf_longctx.plan.layout import cut
 from hf_longctx.plan.plans import Plan, make_plan
 from hf_longctx.plan.program import Attend, AttendGrad, Block, Op, Post, Program, Wait
+from hf_longctx.plan.subranges import Share
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account
 
 LENGTHS = [900, 1, 37, 260, 129, 2, 3]
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows make a part, so that short documents are cut as long ones are."""
+    monkeypatch.setattr(exchange, "PART_ROWS", 64)
 
 
 def planned(rows: Rows, *, ranks: int, overlap: str = "heads", **given) -> Plan:
@@ -145,8 +155,22 @@ def test_results_are_sent_while_later_groups_and_own_tasks_are_due() -> None:
         assert asked == posts[: len(asked)], "a receive of results stands before a request"
         kinds = "".join({Attend: "a", Wait: "w", Post: "p"}[type(op)] for op in serve)
         seen.add("".join(k for i, k in enumerate(kinds) if not i or k != kinds[i - 1]))
-    # a rank: own, group 0, group 1, own, which hides the last results; a server: the groups
-    assert {"awapwapa", "wapwap"} <= seen, seen
+    # a rank: own, parts of group 0 and 1, own, which hides the last results; a server: the parts
+    assert {"awapwapwapwapwapwapwapwapa", "wapwapwapwapwapwapwapwap"} <= seen, seen
+
+
+def test_parts_bring_new_keys_alone_and_are_about_equal() -> None:
+    plan = make_plan("distca", cut([4096, 4096], ranks=2, layout="contiguous"), kind=KIND)
+    views = [Share(0, 0, 4096, 0, 1, 0, 4096, 0), Share(1, 0, 300, 0, 1, 0, 300, 0)]
+    cut_up = exchange.ExchangePlan(plan.layout, views, kind=KIND, parts=4)
+    rows = [[0, 0, 1152], [0, 1152, 2176], [0, 2176, 3328], [0, 3328, 4096], [1, 0, 300]]
+    assert [list(s[:3]) for s in cut_up.served[1]] == rows
+    assert [s.part for s in cut_up.served[1]] == [0, 1, 2, 3, 3]
+    first = [cut_up.keys_of(0, 1, part) for part in range(4)]
+    last = [cut_up.keys_of(0, 1, part, last=True) for part in range(4)]
+    edges = [0, 1152, 2176, 3328, 4096]
+    assert first == [[(0, edge)] for edge in pairwise(edges)]
+    assert last == [[], [], [], [(0, (0, 4096))]]
 
 
 def busy_plan() -> Plan:
@@ -203,12 +227,13 @@ def test_every_mutation_of_a_group_is_rejected(change: str) -> None:
 
 def without_last_group(program: Program) -> Program:
     """The program without anything on its last head."""
+    first = 2 * 4 * 3  # tag of the third group: three tags for each of four parts
 
     def kept(op: Op) -> bool:
         if isinstance(op, Wait):
-            return op.tag < 6
+            return op.tag < first
         if isinstance(op, Post):
-            return op.tag < 6
+            return op.tag < first
         blocks = (op.into,) if hasattr(op, "parts") else op
         return all(b.head < 2 for b in blocks)
 

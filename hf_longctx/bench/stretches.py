@@ -206,19 +206,21 @@ def _best(rounds: Rounds, alike: Rounds) -> list[tuple[str, tuple[Message, ...],
 def _took(ranks: Sequence[Rounds], rank: int) -> dict[tuple[Message, ...], float]:
     """Seconds of each exchange that a rank awaits, from when all its messages were posted.
 
-    The least of the rounds in which the rank was blocked; 0 where it never was.
+    The least within which it was seen to be done, in any round; 0 where the rank was never blocked.
     """
-    found = dict.fromkeys((s.messages for s in ranks[rank][0] if s.event == "wait"), float("inf"))
+    awaited = [s.messages for s in _of(ranks[rank][0], "wait")]
+    found, blocked = dict.fromkeys(awaited, float("inf")), set[tuple[Message, ...]]()
     for number, stretches in enumerate(ranks[rank]):
         opened: dict[Message, float] = {}
         for rounds in ranks:
             for s in _of(rounds[number], "post"):
                 opened.update({m: max(opened.get(m, s.at), s.at) for m in s.messages})
         for s in _of(stretches, "wait"):
+            since = max((opened[m] for m in s.messages), default=s.at)
+            found[s.messages] = min(found[s.messages], s.until - since)
             if s.until - s.at > _BLOCKED:
-                since = max(opened[m] for m in s.messages)
-                found[s.messages] = min(found[s.messages], s.until - since)
-    return {messages: 0.0 if s == float("inf") else s for messages, s in found.items()}
+                blocked.add(s.messages)
+    return {messages: s if messages in blocked else 0.0 for messages, s in found.items()}
 
 
 def _of(stretches: Sequence[Stretch], event: str) -> Iterator[Stretch]:

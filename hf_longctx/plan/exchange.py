@@ -3,14 +3,21 @@
 Floor: plan. Home sends query rows, and each owner the keys that a server lacks, once: a server
 gathers the keys of a document in one buffer, whatever tasks read them. `serve` makes programs of
 these.
+
+Where exchanges shall overlap, what a server waits for is cut into *parts* of about equal rows that
+travel one behind the other: each brings its rows and the keys that no earlier part brought.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..intervals import Range, intersect, union
+from ..intervals import Range, intersect, subtract, union
+from .cost import GRANULE, LayerKind
 from .layout import Layout, Placed
 from .subranges import Share
+
+PART_ROWS = 512  # of a part, at least: each costs a message per peer and shorter kernel calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +35,92 @@ class ExchangePlan:
     Args:
         layout (`Layout`): Where the tokens lie.
         shares (`Iterable[Share]`): What is computed where, by server, document, row and key.
+        kind (`LayerKind`): The layers it is for.
         processes (`int`, *optional*): Ranks and extra servers; the ranks alone by default.
+        parts (`int`, *optional*, defaults to 1): Into how many a server's arrivals are cut, at
+            most.
     """
 
     def __init__(
-        self, layout: Layout, shares: Iterable[Share], *, processes: int | None = None
+        self,
+        layout: Layout,
+        shares: Iterable[Share],
+        *,
+        kind: LayerKind,
+        processes: int | None = None,
+        parts: int = 1,
     ) -> None:
-        self.layout = layout
+        self.layout, self.kind, self.parts = layout, kind, parts
         self.processes = processes or layout.ranks
         self.pieces: dict[tuple[int, int], list[Placed]] = {}  # by rank and document, in order
         for segment in layout.segments:
             self.pieces.setdefault((segment.rank, segment.document), []).append(segment)
-        self.served: dict[int, list[Share]] = {}
-        self.moved: dict[int, list[Share]] = {}  # by home
-        self.cut: dict[int, list[Share]] = {}  # by home: those whose results it merges
+        self.served: dict[int, list[Share]] = defaultdict(list)
+        self.moved: dict[int, list[Share]] = defaultdict(list)  # by home
+        self.cut: dict[int, list[Share]] = defaultdict(list)  # by home: whose results it merges
         for share in shares:
-            self.served.setdefault(share.server, []).append(share)
-            if share.server != share.home:
-                self.moved.setdefault(share.home, []).append(share)
-            if share.cut:
-                self.cut.setdefault(share.home, []).append(share)
+            self.served[share.server].append(share)
+        for server, of_server in self.served.items():
+            self.served[server] = list(self._in_parts(of_server))
+            for share in self.served[server]:
+                if share.server != share.home:
+                    self.moved[share.home].append(share)
+                if share.cut:
+                    self.cut[share.home].append(share)
+        self._needed = {s: self._needs(s) for s in self.served}
         self.contexts = {s: self._gathered(s) for s in self.served}
+
+    def _waits(self, share: Share) -> bool:
+        """Whether its server needs rows or keys of others for it."""
+        return share.home != share.server or self._gathers(share)
+
+    def _gathers(self, share: Share) -> bool:
+        return self.local(share.server, share.document, (share.low, share.high)) is None
+
+    def _in_parts(self, shares: list[Share]) -> Iterator[Share]:
+        """One server's shares, those that wait numbered by part and cut where a part ends.
+
+        Shares of cut keys stay whole, as home merges them by rows.
+        """
+        rows = sum(s.stop - s.start for s in shares if self._waits(s))
+        parts = max(1, min(self.parts, rows // PART_ROWS))
+        done = 0
+        for share in shares:
+            if not self._waits(share):
+                yield share
+                continue
+            while True:
+                part = min((done + GRANULE // 2) * parts // rows, parts - 1)
+                to_edge = -(-(part + 1) * rows // parts) - done
+                wanted = share.start + round(to_edge / GRANULE) * GRANULE
+                if share.cut or part == parts - 1 or not share.start < wanted < share.stop:
+                    break
+                yield self._narrowed(share, share.start, wanted)._replace(part=part)
+                done += wanted - share.start
+                share = self._narrowed(share, wanted, share.stop)
+            yield share._replace(part=part)
+            done += share.stop - share.start
+
+    def _narrowed(self, share: Share, start: int, stop: int) -> Share:
+        """Some rows of a share, with the keys that they see."""
+        length = int(self.layout.lengths[share.document])
+        low, high = self.kind.keys_seen((start, stop), length=length)
+        return share._replace(start=start, stop=stop, low=low, high=high)
+
+    def _needs(self, server: int) -> dict[int, list[tuple[int, Range]]]:
+        """By document: part and key run of each share whose keys `server` must gather."""
+        needed: dict[int, list[tuple[int, Range]]] = defaultdict(list)
+        for share in self.served[server]:
+            if self._gathers(share):
+                needed[share.document].append((share.part, (share.low, share.high)))
+        return needed
 
     def _gathered(self, server: int) -> tuple[Context, ...]:
         """Key runs that `server` must gather: all it needs but does not hold in one piece."""
-        needed: dict[int, list[Range]] = {}
-        for share in self.served[server]:
-            keys = share.low, share.high
-            if self.local(server, share.document, keys) is None:
-                needed.setdefault(share.document, []).append(keys)
-        return tuple(Context(d, *run) for d in sorted(needed) for run in union(needed[d]))
+        needed = self._needed[server]
+        return tuple(
+            Context(d, *run) for d in sorted(needed) for run in union(run for _, run in needed[d])
+        )
 
     def local(self, rank: int, document: int, tokens: Range) -> int | None:
         """The row of `rank` where `tokens` begin, if it holds them in one run."""
@@ -68,10 +131,20 @@ class ExchangePlan:
 
     def keys_sent(self, owner: int, server: int) -> list[tuple[int, Range]]:
         """Key runs that travel from `owner` to `server`, in the order of the server's rows."""
+        return [run for part in range(self.parts) for run in self.keys_of(owner, server, part)]
+
+    def keys_of(
+        self, owner: int, server: int, part: int, *, last: bool = False
+    ) -> list[tuple[int, Range]]:
+        """Those runs that are first read in `part`, or (`last`) that no later part reads."""
         runs = []
-        for c in self.contexts.get(server, ()):
-            for s in self.pieces.get((owner, c.document), ()):
-                common = intersect((s.start, s.stop), (c.start, c.stop))
-                if common:
-                    runs.append((c.document, common))
+        needed = self._needed.get(server, {})
+        for document in sorted(needed):
+            elsewhere = [run for at, run in needed[document] if (at > part if last else at < part)]
+            for run in union(run for at, run in needed[document] if at == part):
+                for new in subtract(run, elsewhere):
+                    for s in self.pieces.get((owner, document), ()):
+                        common = intersect((s.start, s.stop), new)
+                        if common:
+                            runs.append((document, common))
         return runs

@@ -23,7 +23,8 @@ from .subranges import NO_LOANS, Share, lend, shares
 
 ALGORITHMS = ("distca", "ring")
 OVERLAPS = ("none", "heads")
-_GROUPS = 4  # of heads: the last one's results are exposed, and each costs a message per peer
+# Of heads, and of rows within: what the first one brings and the last one takes home is exposed.
+_GROUPS = _PARTS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +86,14 @@ class Plan:
     @cached_property
     def _exchange(self) -> ExchangePlan:
         views = [Share(*row) for row in self.shares.tolist()]
-        return ExchangePlan(self.layout, views, processes=self.processes)
+        parts = _PARTS if len(self.groups) > 1 else 1
+        return ExchangePlan(
+            self.layout, views, kind=self.kind, processes=self.processes, parts=parts
+        )
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """int64 `[shares, 8]`: the fields of `Share`: what is computed where."""
+        """int64 `[shares, 9]`: the fields of `Share`, not in parts: what is computed where."""
         return shares(self.layout, self.tasks, self.loans, kind=self.kind)
 
     @cached_property

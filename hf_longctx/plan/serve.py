@@ -5,10 +5,10 @@ home merges where a row's keys were cut. Backward resends them with the gradient
 v, out and lse, a server keeps nothing), and servers return dq and one summed dkv per owner. In
 place of out, backward sends delta, the sum of grad_out * out: a number per head instead of a row.
 
-Head groups travel one behind the other: all are posted at the start, a server attends to one while
-the next ones travel, and sends its results at once, into receives that wait for them. Tasks that
-need no arrival stand between the groups: the first hide the first arrival, the last ones hide how
-the last results travel home.
+Head groups, and parts of rows within each, travel one behind the other: all are posted at the
+start, a server attends to one while the next ones travel, and sends its results at once, into
+receives that wait for them. Tasks that need no arrival stand between the groups: the first hide the
+first arrival, the last ones hide how the last results travel home.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,6 +61,7 @@ class _Builder:
         own = [s for s in served if s.home == rank]
         self.guests = [s for s in served if s.home != rank]
         self.mine = plan.moved.get(rank, [])  # and computed elsewhere
+        self.parts = range(plan.parts)
         self.cut = plan.cut.get(rank, [])
         at_home = [s for s in (*own, *self.mine) if not s.cut]
         # Where each share's rows stand. Results of cut ones are partials until they are merged.
@@ -72,6 +73,7 @@ class _Builder:
         self.grad |= self._new_rows("delta", self.guests) | self._new_rows("delta", self.mine)
         self.dq = self._own_rows(_DQ, (*own, *at_home)) | self._new_rows("dq", self.guests)
         self.dq |= self._new_rows("dq", [s for s in self.mine if s.cut])
+        self.sums = {p: self._summed(p) for p in self.peers}
 
     def _gather_array(self, kind: str) -> int:
         row = 0
@@ -108,26 +110,31 @@ class _Builder:
                 return Block(array, row, row + tokens[1] - tokens[0])
         raise AssertionError((self.rank, document, tokens))
 
-    def _leaving(self, rows: Mapping[Share, Block], peer: int) -> list[Block]:
+    def _leaving(self, rows: Mapping[Share, Block], peer: int, part: int) -> list[Block]:
         """Rows of own shares that `peer` computes."""
-        return [rows[s] for s in self.mine if s.server == peer]
+        return [rows[s] for s in self.mine if s.server == peer and s.part == part]
 
-    def _visiting(self, rows: Mapping[Share, Block], peer: int) -> list[Block]:
+    def _visiting(self, rows: Mapping[Share, Block], peer: int, part: int) -> list[Block]:
         """Rows of `peer`'s shares that are computed here."""
-        return [rows[s] for s in self.guests if s.home == peer]
+        return [rows[s] for s in self.guests if s.home == peer and s.part == part]
 
-    def _keys_out(self, array: int, peer: int) -> list[Block]:
-        runs = self.plan.keys_sent(self.rank, peer)
+    def _keys_out(self, array: int, peer: int, part: int) -> list[Block]:
+        runs = self.plan.keys_of(self.rank, peer, part)
         return [self._home_rows(d, run, array) for d, run in runs]
 
-    def _keys_in(self, array: int, peer: int) -> list[Block]:
-        runs = self.plan.keys_sent(peer, self.rank)
+    def _keys_in(self, array: int, peer: int, part: int, *, last: bool = False) -> list[Block]:
+        runs = self.plan.keys_of(peer, self.rank, part, last=last)
         return [self._context_rows(d, run, array) for d, run in runs]
 
-    def _tasks(self, *, backward: bool) -> tuple[list[Op], list[Op]]:
-        """The rank's tasks: those it can start at once, and those that wait for an arrival."""
+    def _own_keys(self, own: int, context: int) -> list[tuple[Block, Block]]:
+        """Own rows that stand in the context too, as (own rows, rows of the context)."""
+        runs = self.plan.keys_sent(self.rank, self.rank)
+        return [(self._home_rows(d, r, own), self._context_rows(d, r, context)) for d, r in runs]
+
+    def _tasks(self, *, backward: bool) -> tuple[list[Op], list[list[Op]]]:
+        """The rank's tasks: those it can start at once, and by part those that wait."""
         ready: list[Op] = []
-        waiting: list[Op] = []
+        waiting: list[list[Op]] = [[] for _ in self.parts]
         # Cut ones stand together, so that kernel calls on equal arrays fuse.
         for share in sorted(self.plan.served.get(self.rank, ()), key=lambda s: s.cut):
             keys = share.low, share.high
@@ -142,41 +149,26 @@ class _Builder:
                 if backward
                 else Attend(self.q[share], kv, self.out[share])
             )
-            (ready if share.home == self.rank and local is not None else waiting).append(op)
+            at_once = share.home == self.rank and local is not None
+            (ready if at_once else waiting[share.part]).append(op)
         return ready, waiting
 
     def build(self) -> Program:
         """Three phases, or one where nothing leaves or arrives."""
         gather: list[Op] = [
-            Fold(there, (here,), "cat")
-            for here, there in zip(
-                self._keys_out(_KV, self.rank), self._keys_in(self.context, self.rank), strict=True
-            )
+            Fold(there, (here,), "cat") for here, there in self._own_keys(_KV, self.context)
         ]
-        sends = {p: self._leaving(self.q, p) + self._keys_out(_KV, p) for p in self.peers}
-        recvs = {p: self._visiting(self.q, p) + self._keys_in(self.context, p) for p in self.peers}
-        results = {p: self._visiting(self.out, p) for p in self.peers}
-        due = {p: self._leaving(self.out, p) for p in self.peers}
-        steps = [gather, [], self._merged()]
-        forward = self._phases(steps, (sends, recvs), (results, due), backward=False)
+        forward = self._phases((gather, [], self._merged()), backward=False)
 
         own_grad = self._own_rows(_GRAD, self.mine)
         deltas: list[Op] = [Fold(self.grad[s], (own_grad[s],), "delta") for s in self.mine]
-        sends = {p: self._leaving(self.grad, p) + sends[p] for p in self.peers}
-        recvs = {p: self._visiting(self.grad, p) + recvs[p] for p in self.peers}
-        sums = {p: self._summed(p) for p in self.peers}
-        results = {
-            p: self._visiting(self.dq, p) + self._keys_in(self.context_grad, p) for p in self.peers
-        }
-        due = {p: self._leaving(self.dq, p) + [part for _, part in sums[p]] for p in self.peers}
-        own = self._keys_out(_DKV, self.rank), self._keys_in(self.context_grad, self.rank)
-        sums[self.rank] = list(zip(*own, strict=True))
-        pairs = [pair for rank in sorted(sums) for pair in sums[rank]]
+        by_rank = {p: [pair for part in self.sums[p] for pair in part] for p in self.peers}
+        by_rank[self.rank] = self._own_keys(_DKV, self.context_grad)
+        pairs = [pair for rank in sorted(by_rank) for pair in by_rank[rank]]
         own_dq = self._own_rows(_DQ, self.cut)
         pairs += [(own_dq[s], self.dq[s]) for s in self.cut if s.server != self.rank]
         fold: list[Op] = [Fold(into, (part,), "sum") for into, part in pairs]
-        steps = [gather, deltas, fold]
-        backward = self._phases(steps, (sends, recvs), (results, due), backward=True)
+        backward = self._phases((gather, deltas, fold), backward=True)
         return Program.build(arrays=self.arrays, held=self.held, forward=forward, backward=backward)
 
     def _merged(self) -> list[Op]:
@@ -193,72 +185,78 @@ class _Builder:
             for (document, start, stop), parts in by_rows.items()
         ]
 
-    def _summed(self, peer: int) -> list[tuple[Block, Block]]:
-        """(own dkv rows, the rows of a new array that hold what `peer` sends for them)."""
-        pairs, row = [], 0
-        array = len(self.arrays)
-        for document, run in self.plan.keys_sent(self.rank, peer):
-            stop = row + run[1] - run[0]
-            self.held.append(Held(array, row, document, *run))
-            into = self._home_rows(document, run, _DKV)
-            pairs.append((into, Block(array, row, stop)))
-            row = stop
-        if pairs:
+    def _summed(self, peer: int) -> list[list[tuple[Block, Block]]]:
+        """By part: (own dkv rows, the rows of a new array that hold what `peer` sends for them)."""
+        parts, row, array = list[list[tuple[Block, Block]]](), 0, len(self.arrays)
+        for part in self.parts:
+            parts.append([])
+            for document, run in self.plan.keys_of(self.rank, peer, part, last=True):
+                stop = row + run[1] - run[0]
+                self.held.append(Held(array, row, document, *run))
+                into = self._home_rows(document, run, _DKV)
+                parts[-1].append((into, Block(array, row, stop)))
+                row = stop
+        if row:
             self.arrays.append(("dkv", row))
-        return pairs
+        return parts
 
-    def _phases(
-        self,
-        steps: Sequence[Sequence[Op]],
-        request: _Sides,
-        answer: _Sides,
-        *,
-        backward: bool,
-    ) -> Phases:
-        """Order one direction.
+    def _request(self, part: int, *, backward: bool) -> _Sides:
+        """What a server must have to attend to a part."""
+        sends: _Messages = {}
+        recvs: _Messages = {}
+        for p in self.peers:
+            kinds = (self.grad, self.q) if backward else (self.q,)
+            sends[p] = [b for rows in kinds for b in self._leaving(rows, p, part)]
+            recvs[p] = [b for rows in kinds for b in self._visiting(rows, p, part)]
+            sends[p] += self._keys_out(_KV, p, part)
+            recvs[p] += self._keys_in(self.context, p, part)
+        return sends, recvs
 
-        Args:
-            steps: What is done first, what before anything is sent, and what once results are here.
-            request, answer: What is sent and received, to the servers and home.
-            backward: Which direction.
-        """
+    def _answer(self, part: int, *, backward: bool) -> _Sides:
+        """What a server has once it has attended to a part."""
+        rows = self.dq if backward else self.out
+        sends = {p: self._visiting(rows, p, part) for p in self.peers}
+        recvs = {p: self._leaving(rows, p, part) for p in self.peers}
+        for p in self.peers if backward else ():
+            sends[p] += self._keys_in(self.context_grad, p, part, last=True)
+            recvs[p] += [block for _, block in self.sums[p][part]]
+        return sends, recvs
+
+    def _phases(self, steps: Sequence[Sequence[Op]], *, backward: bool) -> Phases:
+        """Order one direction; `steps` are done first, before sends, and once results are here."""
         first, prepare, finish = steps
         ready, waiting = self._tasks(backward=backward)
-        if not any(blocks for side in (*request, *answer) for blocks in side.values()):
-            return ((*first, *ready, *waiting, *finish),)
+        requests = [self._request(part, backward=backward) for part in self.parts]
+        answers = [self._answer(part, backward=backward) for part in self.parts]
+        sides = [side for exchange in (*requests, *answers) for side in exchange]
+        if not any(blocks for side in sides for blocks in side.values()):
+            return ((*first, *ready, *(op for part in waiting for op in part), *finish),)
         if len(self.groups) == 1:
-            ask, asked = _exchange(_IN, ALL_HEADS, request)
-            give, given = _exchange(_BACK, ALL_HEADS, answer)
-            serve = (*ready, *asked, *waiting, *give)
+            ask, asked = _exchange(_IN, ALL_HEADS, requests[0])
+            give, given = _exchange(_BACK, ALL_HEADS, answers[0])
+            serve = (*ready, *asked, *waiting[0], *give)
             return ((*first, *prepare, *ask), serve, (*given, *finish))
-        return self._in_groups(steps, (ready, waiting), request, answer)
 
-    def _in_groups(
-        self,
-        steps: Sequence[Sequence[Op]],
-        tasks: tuple[Sequence[Op], Sequence[Op]],
-        request: _Sides,
-        answer: _Sides,
-    ) -> Phases:
-        """As `_phases`, with the heads in groups."""
-        (first, prepare, finish), (ready, waiting) = steps, tasks
         start, serve, collect = list(first), list[Op](), list[Op]()
         receive, left = list[Op](), list[Op]()
-        if not waiting:  # nothing to stand between
-            serve, ready = list(ready), ()
+        if not any(waiting):  # nothing to stand between
+            serve, ready = list(ready), []
         for number, heads in enumerate(self.groups):
-            tag = 3 * number
-            ask, asked = _exchange(tag + _IN, heads, request)
-            give, given = _exchange(tag + _BACK, heads, (answer[0], {}))
-            due, came = _exchange(tag + _DUE, heads, ({}, answer[1]))
-            local = _of(heads, ready)
-            start += [*_of(heads, prepare), *ask]
-            receive += due
-            ahead = number < len(self.groups) - 1
-            serve += [*(local if ahead else ()), *asked, *_of(heads, waiting), *give]
+            local, ahead = _of(heads, ready), number < len(self.groups) - 1
+            start += _of(heads, prepare)
+            serve += local if ahead else ()
+            for part in self.parts:
+                tag = 3 * (number * len(self.parts) + part)
+                ask, asked = _exchange(tag + _IN, heads, requests[part])
+                give, given = _exchange(tag + _BACK, heads, (answers[part][0], {}))
+                due, came = _exchange(tag + _DUE, heads, ({}, answers[part][1]))
+                start += ask
+                receive += due
+                serve += [*asked, *_of(heads, waiting[part]), *give]
+                collect += came
+                left += given
             serve += () if ahead else local
-            collect += [*came, *_of(heads, finish)]
-            left += given
+            collect += _of(heads, finish)
         return ((*start, *receive), tuple(serve), (*collect, *left))
 
 
