@@ -1,8 +1,7 @@
-"""Exchanges in head groups and parts of rows: exact, as planned in bytes and peaks, and checked group by group."""
+"""Exchanges in head groups and parts of rows: exact, as planned in bytes and peaks, and checked."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import pairwise
 

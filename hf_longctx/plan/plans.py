@@ -93,7 +93,7 @@ class Plan:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """int64 `[shares, 9]`: the fields of `Share`, not in parts: what is computed where."""
+        """int64 `[shares, 9]`: the fields of `Share`: what is computed where, in one part."""
         return shares(self.layout, self.tasks, self.loans, kind=self.kind)
 
     @cached_property

@@ -236,15 +236,25 @@ class _Builder:
             give, given = _exchange(_BACK, ALL_HEADS, answers[0])
             serve = (*ready, *asked, *waiting[0], *give)
             return ((*first, *prepare, *ask), serve, (*given, *finish))
+        return self._in_groups(steps, (ready, waiting), requests, answers)
 
+    def _in_groups(
+        self,
+        steps: Sequence[Sequence[Op]],
+        tasks: tuple[list[Op], list[list[Op]]],
+        requests: Sequence[_Sides],
+        answers: Sequence[_Sides],
+    ) -> Phases:
+        """As `_phases`, by head groups and parts."""
+        (first, prepare, finish), (ready, waiting) = steps, tasks
         start, serve, collect = list(first), list[Op](), list[Op]()
         receive, left = list[Op](), list[Op]()
         if not any(waiting):  # nothing to stand between
-            serve, ready = list(ready), []
+            serve, ready = ready, []
         for number, heads in enumerate(self.groups):
             local, ahead = _of(heads, ready), number < len(self.groups) - 1
             start += _of(heads, prepare)
-            serve += local if ahead else ()
+            serve += local if ahead else []
             for part in self.parts:
                 tag = 3 * (number * len(self.parts) + part)
                 ask, asked = _exchange(tag + _IN, heads, requests[part])
@@ -255,7 +265,7 @@ class _Builder:
                 serve += [*asked, *_of(heads, waiting[part]), *give]
                 collect += came
                 left += given
-            serve += () if ahead else local
+            serve += [] if ahead else local
             collect += _of(heads, finish)
         return ((*start, *receive), tuple(serve), (*collect, *left))
 

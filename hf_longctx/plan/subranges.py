@@ -137,7 +137,7 @@ def _reads(
 
 
 def shares(layout: Layout, tasks: np.ndarray, loans: np.ndarray, *, kind: LayerKind) -> np.ndarray:
-    """int64 `[shares, 9]`: the fields of `Share`, not in parts, by server, document, row and key."""
+    """int64 `[shares, 9]`: the fields of `Share`, by server, document, row and key; one part."""
     tasks = tasks.astype(np.int64)
     keys = kind.keys_seen_by(*tasks[:, 1:3].T, length=layout.lengths[tasks[:, 0]])
     table = np.column_stack([tasks, *keys, np.zeros((len(tasks), 2), np.int64)])
