@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from . import ring, serve
+from . import pipeline, ring, serve
 from .cost import LayerKind, max_over_mean
 from .distca import balance, items, tasks
 from .exchange import ExchangePlan
@@ -53,14 +53,14 @@ class Plan:
     costs: CostTable | None = None
 
     @property
-    def groups(self) -> tuple[serve.Heads, ...]:
+    def groups(self) -> tuple[pipeline.Heads, ...]:
         """The head groups whose exchanges overlap; one of all heads where none do.
 
         At most four, whose sizes differ by at most one head: with one head there is nothing to cut.
         """
         count = min(self.kind.kv_heads, _GROUPS) if self.overlap == "heads" else 1
         if count == 1:
-            return (serve.ALL_HEADS,)
+            return (pipeline.ALL_HEADS,)
         edges = [self.kind.kv_heads * i // count for i in range(count + 1)]
         return tuple((low, high - low) for low, high in pairwise(edges))
 

@@ -5,37 +5,18 @@ home merges where a row's keys were cut. Backward resends them with the gradient
 v, out and lse, a server keeps nothing), and servers return dq and one summed dkv per owner. In
 place of out, backward sends delta, the sum of grad_out * out: a number per head instead of a row.
 
-Head groups, and parts of rows within each, travel one behind the other: all are posted at the
-start, a server attends to one while the next ones travel, and sends its results at once, into
-receives that wait for them. Tasks that need no arrival stand between the groups: the first hide the
-first arrival, the last ones hide how the last results travel home.
+`pipeline` puts these in order.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..intervals import Range
 from .exchange import Context, ExchangePlan
-from .program import (
-    HOME,
-    Attend,
-    AttendGrad,
-    Block,
-    Fold,
-    Held,
-    Op,
-    Phases,
-    Post,
-    Program,
-    Wait,
-)
+from .pipeline import ALL_HEADS, Heads, Messages, Sides, Steps, phases
+from .program import HOME, Attend, AttendGrad, Block, Fold, Held, Op, Phases, Program
 from .subranges import Share
 
 _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)  # arrays of a rank's own rows, as HOME names them
-_IN, _BACK, _DUE = range(3)  # exchanges of a group: to servers, results that leave, and come
-Heads = tuple[int, int]  # first key/value head and heads of a group; (0, 0) for all
-ALL_HEADS: Heads = (0, 0)
-_Messages = dict[int, list[Block]]  # by peer
-_Sides = tuple[_Messages, _Messages]  # sent, received
 
 
 def program(plan: ExchangePlan, *, rank: int, groups: Sequence[Heads] = (ALL_HEADS,)) -> Program:
@@ -200,10 +181,10 @@ class _Builder:
             self.arrays.append(("dkv", row))
         return parts
 
-    def _request(self, part: int, *, backward: bool) -> _Sides:
+    def _request(self, part: int, *, backward: bool) -> Sides:
         """What a server must have to attend to a part."""
-        sends: _Messages = {}
-        recvs: _Messages = {}
+        sends: Messages = {}
+        recvs: Messages = {}
         for p in self.peers:
             kinds = (self.grad, self.q) if backward else (self.q,)
             sends[p] = [b for rows in kinds for b in self._leaving(rows, p, part)]
@@ -212,7 +193,7 @@ class _Builder:
             recvs[p] += self._keys_in(self.context, p, part)
         return sends, recvs
 
-    def _answer(self, part: int, *, backward: bool) -> _Sides:
+    def _answer(self, part: int, *, backward: bool) -> Sides:
         """What a server has once it has attended to a part."""
         rows = self.dq if backward else self.out
         sends = {p: self._visiting(rows, p, part) for p in self.peers}
@@ -222,80 +203,10 @@ class _Builder:
             recvs[p] += [block for _, block in self.sums[p][part]]
         return sends, recvs
 
-    def _phases(self, steps: Sequence[Sequence[Op]], *, backward: bool) -> Phases:
-        """Order one direction; `steps` are done first, before sends, and once results are here."""
-        first, prepare, finish = steps
+    def _phases(self, steps: Steps, *, backward: bool) -> Phases:
         ready, waiting = self._tasks(backward=backward)
         requests = [self._request(part, backward=backward) for part in self.parts]
         answers = [self._answer(part, backward=backward) for part in self.parts]
-        sides = [side for exchange in (*requests, *answers) for side in exchange]
-        if not any(blocks for side in sides for blocks in side.values()):
-            return ((*first, *ready, *(op for part in waiting for op in part), *finish),)
-        if len(self.groups) == 1:
-            ask, asked = _exchange(_IN, ALL_HEADS, requests[0])
-            give, given = _exchange(_BACK, ALL_HEADS, answers[0])
-            serve = (*ready, *asked, *waiting[0], *give)
-            return ((*first, *prepare, *ask), serve, (*given, *finish))
-        return self._in_groups(steps, (ready, waiting), requests, answers)
-
-    def _in_groups(
-        self,
-        steps: Sequence[Sequence[Op]],
-        tasks: tuple[list[Op], list[list[Op]]],
-        requests: Sequence[_Sides],
-        answers: Sequence[_Sides],
-    ) -> Phases:
-        """As `_phases`, by head groups and parts."""
-        (first, prepare, finish), (ready, waiting) = steps, tasks
-        start, serve, collect = list(first), list[Op](), list[Op]()
-        receive, left = list[Op](), list[Op]()
-        if not any(waiting):  # nothing to stand between
-            serve, ready = ready, []
-        for number, heads in enumerate(self.groups):
-            local, ahead = _of(heads, ready), number < len(self.groups) - 1
-            start += _of(heads, prepare)
-            serve += local if ahead else []
-            for part in self.parts:
-                tag = 3 * (number * len(self.parts) + part)
-                ask, asked = _exchange(tag + _IN, heads, requests[part])
-                give, given = _exchange(tag + _BACK, heads, (answers[part][0], {}))
-                due, came = _exchange(tag + _DUE, heads, ({}, answers[part][1]))
-                start += ask
-                receive += due
-                serve += [*asked, *_of(heads, waiting[part]), *give]
-                collect += came
-                left += given
-            serve += [] if ahead else local
-            collect += _of(heads, finish)
-        return ((*start, *receive), tuple(serve), (*collect, *left))
-
-
-def _exchange(tag: int, heads: Heads, sides: _Sides) -> tuple[list[Op], list[Op]]:
-    """How an exchange starts and ends, for some heads; nothing where nothing moves."""
-    pack = [
-        tuple(
-            (peer, tuple(_some(heads, b) for b in blocks))
-            for peer, blocks in side.items()
-            if blocks
+        return phases(
+            steps, ready, list(zip(requests, waiting, answers, strict=True)), groups=self.groups
         )
-        for side in sides
-    ]
-    return ([Post(tag, *pack)], [Wait(tag)]) if any(pack) else ([], [])
-
-
-def _some(heads: Heads, block: Block) -> Block:
-    return block._replace(head=heads[0], heads=heads[1])
-
-
-def _of(heads: Heads, ops: Iterable[Op]) -> list[Op]:
-    """Tasks and folds of all heads, for some of them."""
-    cut: list[Op] = []
-    for op in ops:
-        if isinstance(op, Fold):
-            parts = tuple(_some(heads, part) for part in op.parts)
-            cut.append(Fold(_some(heads, op.into), parts, op.how))
-        elif isinstance(op, Attend):
-            cut.append(Attend(*(_some(heads, block) for block in op)))
-        elif isinstance(op, AttendGrad):
-            cut.append(AttendGrad(*(_some(heads, block) for block in op)))
-    return cut
