@@ -68,6 +68,7 @@ class ExchangePlan:
                 if share.cut:
                     self.cut[share.home].append(share)
         self._needed = {s: self._needs(s) for s in self.served}
+        self._reads: dict[tuple[int, bool], list[list[tuple[int, Range]]]] = {}
         self.contexts = {s: self._gathered(s) for s in self.served}
 
     def _waits(self, share: Share) -> bool:
@@ -137,14 +138,24 @@ class ExchangePlan:
         self, owner: int, server: int, part: int, *, last: bool = False
     ) -> list[tuple[int, Range]]:
         """Those runs that are first read in `part`, or (`last`) that no later part reads."""
-        runs = []
-        needed = self._needed.get(server, {})
-        for document in sorted(needed):
-            elsewhere = [run for at, run in needed[document] if (at > part if last else at < part)]
-            for run in union(run for at, run in needed[document] if at == part):
-                for new in subtract(run, elsewhere):
-                    for s in self.pieces.get((owner, document), ()):
-                        common = intersect((s.start, s.stop), new)
-                        if common:
-                            runs.append((document, common))
-        return runs
+        return [
+            (document, common)
+            for document, run in self._read(server, last=last)[part]
+            for s in self.pieces.get((owner, document), ())
+            if (common := intersect((s.start, s.stop), run))
+        ]
+
+    def _read(self, server: int, *, last: bool) -> list[list[tuple[int, Range]]]:
+        """By part: document and run of gathered keys that are read first, or last, in it."""
+        if (server, last) not in self._reads:
+            parts: list[list[tuple[int, Range]]] = [[] for _ in range(self.parts)]
+            needed = self._needed.get(server, {})
+            for document in sorted(needed):
+                for part, runs in enumerate(parts):
+                    other = [
+                        run for at, run in needed[document] if at != part and last == (at > part)
+                    ]
+                    for own in union(run for at, run in needed[document] if at == part):
+                        runs += [(document, run) for run in subtract(own, other)]
+            self._reads[server, last] = parts
+        return self._reads[server, last]

@@ -8,6 +8,7 @@ place of out, backward sends delta, the sum of grad_out * out: a number per head
 `pipeline` puts these in order.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ..intervals import Range
@@ -42,6 +43,12 @@ class _Builder:
         own = [s for s in served if s.home == rank]
         self.guests = [s for s in served if s.home != rank]
         self.mine = plan.moved.get(rank, [])  # and computed elsewhere
+        self.leaves: dict[tuple[int, int], list[Share]] = defaultdict(list)  # by peer and part
+        self.visits: dict[tuple[int, int], list[Share]] = defaultdict(list)
+        for share in self.mine:
+            self.leaves[share.server, share.part].append(share)
+        for share in self.guests:
+            self.visits[share.home, share.part].append(share)
         self.parts = range(plan.parts)
         self.cut = plan.cut.get(rank, [])
         at_home = [s for s in (*own, *self.mine) if not s.cut]
@@ -93,11 +100,11 @@ class _Builder:
 
     def _leaving(self, rows: Mapping[Share, Block], peer: int, part: int) -> list[Block]:
         """Rows of own shares that `peer` computes."""
-        return [rows[s] for s in self.mine if s.server == peer and s.part == part]
+        return [rows[s] for s in self.leaves[peer, part]]
 
     def _visiting(self, rows: Mapping[Share, Block], peer: int, part: int) -> list[Block]:
         """Rows of `peer`'s shares that are computed here."""
-        return [rows[s] for s in self.guests if s.home == peer and s.part == part]
+        return [rows[s] for s in self.visits[peer, part]]
 
     def _keys_out(self, array: int, peer: int, part: int) -> list[Block]:
         runs = self.plan.keys_of(self.rank, peer, part)
