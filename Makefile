@@ -30,7 +30,7 @@ demo: $(INSTALLED)  ## fine-tune SmolLM2-135M on two CPU ranks, reload it, gener
 
 # A file's tests share the processes that they start, so a file stays with one worker.
 test: $(INSTALLED)  ## run all tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 # Exit status 5 means that no test was collected, which is no failure here.
 test-gpu: $(INSTALLED)  ## run the tests that need a CUDA device

@@ -3,12 +3,21 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from hf_longctx.comm.processes import RankPool
+
+# Files that take long for their number of tests, the longest first.
+LONG = (
+    "test_lose", "test_bad_input", "test_trainer", "test_verify", "test_parity", "test_server_runs",
+    "test_families", "test_evaluate", "test_pingpong_training", "test_resume", "test_wrappers",
+    "test_run", "test_check", "test_trl", "test_waits", "test_four_trainers", "test_replay",
+    "test_serve", "test_kill", "test_bench_trainer", "test_recipe", "test_pingpong",
+    "test_executor", "test_verify_command", "test_cluster",
+)  # fmt: skip
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that asks the hub for a file fails at once
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores; sums keep one order
@@ -21,6 +30,36 @@ def rank_pool() -> Iterator["RankPool"]:
 
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[Any, Any]:
+    """What `references_once` keeps."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def references_once(references: dict[Any, Any]) -> Iterator[None]:
+    """References depend on the model and the documents alone: many cases share them."""
+    from hf_longctx.verify import compare  # after the settings above
+
+    plain = compare.run_reference
+
+    def once(case: Any, **given: Any) -> Any:
+        key = case.model, case.lengths, *given.values()
+        if key not in references:
+            references[key] = plain(case, **given)
+        return references[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "run_reference", once)
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first: short ones fill the workers' ends."""
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ CASES = {
         evaluation={"some": UNEVEN},
         options=RUN | {"longctx_servers": 1, "eval_strategy": "steps", "eval_steps": 1},
     ),
-    "groups": case(longctx_servers=2, longctx_group_size=1, longctx_server_timeout=3.0),
+    "groups": case(longctx_servers=2, longctx_group_size=1, longctx_server_timeout=8.0),
     "never": case(longctx_servers=1),
     "trainer": case(longctx_servers=2),
     "launcher": case(longctx_servers=2),

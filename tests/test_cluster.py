@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -137,18 +138,34 @@ def cluster(namespaces: None) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("rails", ["per_rank", "shared"])
-def test_gloo_reaches_the_links_rate(namespaces: None, rails: str, tmp_path: Path) -> None:
-    """Both ways at once; a link that is shared gives each of its two ranks half."""
-    probe = [sys.executable, str(PACKAGE / "bench/link_probe.py"), "--megabytes=2", "--rounds=5"]
+def test_gloo_across_nodes_is_held_to_the_links_rate(
+    namespaces: None, rails: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A busy machine stays below a rate, so that only what is too fast is wrong."""
+    size, rounds = 2_000_000, 5
+    probe = [sys.executable, str(PACKAGE / "bench/link_probe.py"), f"--megabytes={size / 1e6}"]
+    probe += [f"--rounds={rounds}", f"--json={tmp_path / 'rates.json'}"]
     with Cluster(ClusterSpec.parse(f"{TWO_BY_TWO},rails={rails}")) as made:
-        assert made.run([*probe, f"--json={tmp_path / 'rates.json'}"]) == 0
+        assert made.run(probe) == 0
+        sys.stdout.write(capfd.readouterr().out)  # for people
+        assert made.run(["tc", "-s", "qdisc", "show", "dev", "cross"]) == 0
+    said = capfd.readouterr().out
+    assert len(re.findall("tbf .* rate 100Mbit burst 64Kb lat 500", said)) == 4
+    sent = {int(rank): int(n) for rank, n in re.findall(r"\[(.)\] +Sent (\d+) bytes", said)}
+    # Ranks 0 and 2 send in two cases across nodes. What travels inside them passes other devices.
+    own = {rank: rounds * size * (1 + (rank % 2 == 0)) for rank in range(4)}
+    for rank, across in own.items():
+        expected = across + own[rank ^ 1] if rails == "shared" else across
+        assert expected < sent[rank] < expected + rounds * size
     rates = json.loads((tmp_path / "rates.json").read_text())
-    fair = 50 if rails == "shared" else 100
-    assert rates["across nodes"] == pytest.approx([fair] * 4, rel=0.1)
+    most = 100 / (1 - 65_536 / size)  # a full bucket goes ahead of the rate
     alone = rates["across nodes, one rank each"]
-    assert [alone[0], alone[2]] == pytest.approx([100, 100], rel=0.1)
-    assert [alone[1], alone[3]] == [0, 0]
-    assert min(rates["inside nodes"]) > 200
+    assert min(alone[::2]) > 0 and max(alone) <= most and alone[1::2] == [0, 0]
+    together = rates["across nodes"]
+    assert min(together) > 0 and max(together) <= most
+    if rails == "shared":  # the last of two to end has waited for the bytes of both
+        half = 50 / (1 - 65_536 / (2 * size))
+        assert max(min(together[:2]), min(together[2:])) <= half
 
 
 def test_lines_are_passed_on_behind_their_rank(
@@ -209,8 +226,8 @@ def test_nothing_is_left_of_a_killed_cluster(namespaces: None, signal_number: in
 
 
 def ended(name: str, content: bytes) -> bool:
-    """Whether no process is left within five seconds: a killed one takes some milliseconds."""
-    until = time.monotonic() + 5
+    """Whether none is left within half a minute: a killed one takes some milliseconds."""
+    until = time.monotonic() + 30
     while processes_of(name, content):
         if time.monotonic() > until:
             return False

@@ -22,6 +22,8 @@ from hf_longctx.plan.plans import local_plan, make_plan
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account
 
+pytestmark = pytest.mark.usefixtures("references_once")
+
 LENGTHS = (1, 300, 77, 5)
 CASES = [
     ("gemma2", "distca", "zigzag"),  # softcap, window and full layers

@@ -32,6 +32,7 @@ from hf_longctx.training.halves import _join, run_halves
 from hf_longctx.verify import compare
 from hf_longctx.verify.twins import backward, precision
 
+pytestmark = pytest.mark.usefixtures("references_once")
 SEEN: ContextVar[str] = ContextVar("seen", default="nothing")
 
 

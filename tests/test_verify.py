@@ -27,28 +27,11 @@ from hf_longctx.runtime.autograd import attend
 from hf_longctx.verify import compare
 from hf_longctx.verify.ranks import RankResult, run_rank
 
+pytestmark = pytest.mark.usefixtures("references_once")
+
 FLOAT64 = dict.fromkeys(("logit_error", "loss_error", "grad_error"), 1e-10)
 FLOAT32 = {f"{key}_vs_transformers": 1e-5 for key in FLOAT64}
 ZERO = {"leak": 0.0, "recompute_bytes": 0}
-
-
-@pytest.fixture(autouse=True)
-def references_once(monkeypatch, references):
-    """References depend on the documents alone: many cases share them."""
-    plain = compare.run_reference
-
-    def kept(case: Any, **given: Any) -> Any:
-        key = case.model, case.lengths, *given.values()
-        if key not in references:
-            references[key] = plain(case, **given)
-        return references[key]
-
-    monkeypatch.setattr(compare, "run_reference", kept)
-
-
-@pytest.fixture(scope="module")
-def references():
-    return {}
 
 
 def verify(pool: Any, family: str = "llama", **given: Any) -> dict[str, Any]:
