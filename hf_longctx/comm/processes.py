@@ -69,7 +69,10 @@ class RankPool:
         return tuple(p.pid for p in self._processes if p.pid is not None)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Torch and Transformers take each process seconds to import: the ranks are forked from one
+        # process that has imported them and done nothing else.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["hf_longctx"])
         self._folder = tempfile.TemporaryDirectory(prefix="hf_longctx_ranks_")
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.ranks):
