@@ -70,9 +70,8 @@ class RankPool:
 
     def _start(self) -> None:
         # Torch and Transformers take each process seconds to import: the ranks are forked from one
-        # process that has imported them and done nothing else, where the system can.
-        can = "forkserver" in multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("forkserver" if can else "spawn")
+        # process that has imported them and done nothing else.
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["hf_longctx"])
         self._folder = tempfile.TemporaryDirectory(prefix="hf_longctx_ranks_")
         store = os.path.join(self._folder.name, "store")
