@@ -27,6 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.data.chat import tokenize_rows
+from hf_longctx.support import refuse_arguments
+from hf_longctx.training.groups import find_group, servers_of_a_group
 
 
 @dataclass
@@ -216,6 +218,9 @@ def main(argv: list[str]) -> None:
     """Load, train, save."""
     model_arguments, data_arguments, training_arguments = parse(argv)
     check_paths(data_arguments, training_arguments)
+    refuse_arguments(training_arguments)  # and so on, as the trainer does: before data is tokenised
+    group, name = find_group(training_arguments), model_arguments.attn_implementation
+    servers_of_a_group(training_arguments, group, name=name)
     logging.basicConfig(format="%(message)s")
     level = logging.INFO if training_arguments.process_index == 0 else logging.ERROR
     logging.getLogger("hf_longctx").setLevel(level)

@@ -32,6 +32,7 @@ FLOORS = (
     {"simulate"},
     {"bench", "verify"},
     {
+        "attention_server",
         "cli",
         "cli_check",
         "cli_cluster",

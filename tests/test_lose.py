@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import lose_cases
@@ -16,6 +17,8 @@ import pytest
 from lose_cases import STRUCK
 from test_waits import until
 from train_cases import MARKER, ROOT, launch, marked
+
+from hf_longctx.training import groups
 
 # Servers before each step and at the end.
 ROSTERS = {
@@ -99,3 +102,16 @@ def test_b62_servers_end_with_a_launcher_that_is_killed(tmp_path):
     finally:
         for process in marked(str(tmp_path)):
             os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
+def test_b62_a_trainer_ends_whose_launcher_was_killed_before_it_was_made(monkeypatch):
+    asked = []
+    library = SimpleNamespace(prctl=lambda *given: asked.append(given))
+    monkeypatch.setattr(groups.ctypes, "CDLL", lambda _: library)  # pytest is not to end early
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    groups.end_with_launcher()  # ours lives
+    monkeypatch.setattr(groups.os, "getppid", lambda: 1)  # no signal comes for one that is gone
+    with pytest.raises(RuntimeError, match="launcher that started this trainer is gone"):
+        groups.end_with_launcher()
+    assert len(asked) == 2

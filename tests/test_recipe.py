@@ -98,6 +98,8 @@ def test_stream_recipe_trains(recipe, flags, tmp_path):
         (["--eval_split", "test"], "train.jsonl has no split 'test', only train; give --eval_data"),
         (["--model_name_or_path", "none"], "--model_name_or_path none cannot be read"),
         (["--eval_split", "train", "--streaming"], "--streaming needs --max_steps"),
+        (["--longctx_group_size", "3", "--data", "empty.jsonl"], "longctx_group_size=3 must"),
+        (["--longctx_servers", "63", "--data", "empty.jsonl"], "at most 62 servers"),
     ],
 )
 def test_a_run_is_refused_before_it_starts(recipe, flags, tmp_path, monkeypatch, change, message):

@@ -120,6 +120,7 @@ def servers_of_a_group(arguments: Any, group: Group, *, name: str) -> int:
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LAUNCHER = os.getppid()  # as this process began
 
 
 def end_with_launcher() -> None:
@@ -127,9 +128,14 @@ def end_with_launcher() -> None:
 
     Only under torchrun's agent (`accelerate launch` too), which is the parent and outlives its
     ranks: elsewhere the parent may be a shell that leaves a run behind on purpose.
+
+    Raises:
+        RuntimeError: where the launcher is gone already.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != _LAUNCHER:  # it ended before that
+            raise RuntimeError("the launcher that started this trainer is gone, so it ends too")
 
 
 def join(group: Group, *, default_seconds: float) -> Runtime:

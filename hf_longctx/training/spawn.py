@@ -1,7 +1,6 @@
 """A token and an address -> attention-server processes of this trainer, which end with it.
 
-Floor: training. A server must not import Transformers, which takes longer than all the rest of its
-start; so it runs the command line without this package's `__init__`.
+Floor: training.
 """
 
 import os
@@ -11,14 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_START = """
-import runpy, sys, types
-package = types.ModuleType("hf_longctx")
-package.__path__ = [sys.argv.pop(1)]
-sys.modules["hf_longctx"] = package
-sys.argv[0] = "hf-longctx"
-runpy.run_module("hf_longctx.cli", run_name="__main__", alter_sys=True)
-"""
+# By its path: a server must not import Transformers, see there. `-P` keeps its folder off sys.path.
+_COMMAND = (sys.executable, "-P", str(Path(__file__).parents[1] / "attention_server.py"), "serve")
 _END_SECONDS = 5.0  # that a server may take to end by itself
 
 
@@ -83,8 +76,8 @@ def spawn(
         log (`Path`): Where its output goes.
         flags (`Sequence[str]`): More flags of `hf-longctx serve`.
     """
-    command = [sys.executable, "-c", _START, str(Path(__file__).parents[1]), "serve"]
-    command += ["--join", join, "--token-file", str(token_file), "--spawned", str(number)]
+    command = [*_COMMAND, "--join", join]
+    command += ["--token-file", str(token_file), "--spawned", str(number)]
     command += ["--parent", str(os.getpid()), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
