@@ -256,5 +256,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except ValueError as error:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)  # most errors are every rank's: rank 0 says it, and the launcher ends us
+            time.sleep(15)  # most errors are every rank's: rank 0 says it, and the launcher ends us
         sys.exit(f"error: {error}")
