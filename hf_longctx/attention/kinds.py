@@ -39,6 +39,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
             query_width=own.heads * own.head_dim,
             key_value_width=own.kv_heads * (own.head_dim + own.value_dim),
             kv_heads=own.kv_heads,
+            heads=own.heads,
         )
         for window, own in zip(windows, widths, strict=True)
     ]

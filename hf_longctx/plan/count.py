@@ -6,6 +6,7 @@ Floor: plan.
 from collections import Counter
 from dataclasses import dataclass
 
+from .heads import Heads, heads_in, kept_heads
 from .program import HOME, KINDS, Block, Fold, Local, Op, Post, Program, Wait
 
 
@@ -31,22 +32,28 @@ class Widths:
     itemsize: int = 4
     wide_itemsize: int = 4
 
-    def row(self, kind: str, *, heads: int = 0) -> int:
-        """Bytes of one row of an array of `kind`, for `heads` key/value head groups (0: all)."""
+    def row(self, kind: str, *, heads: Heads = (0, 0), groups: int = 0) -> int:
+        """Bytes of one row of an array of `kind`, for some of its head groups, out of `groups` (0:
+        one per key/value head)."""
         sizes = {"H": self.heads, "K": self.kv_heads}
         widths = {"D": self.head_dim, "V": self.value_dim, "S": self.state, "1": 1}
         total = 0
         for field in KINDS[kind]:
             size = self.wide_itemsize if field.wide else self.itemsize
-            of_field = sizes[field.heads] * heads // self.kv_heads if heads else sizes[field.heads]
-            total += of_field * widths[field.width] * size
+            of = sizes[field.heads]
+            first, stop = heads_in(heads, groups=groups or self.kv_heads, of=of)
+            total += (stop - first) * widths[field.width] * size
         return total
 
 
 def block_bytes(program: Program, block: Block, widths: Widths) -> int:
     """Bytes of a block's rows."""
-    row = widths.row(program.kinds[block.array], heads=block.heads)
-    return (block.stop - block.start) * row
+    return (block.stop - block.start) * _row(program, block.array, block[3:], widths)
+
+
+def _row(program: Program, array: int, heads: Heads, widths: Widths) -> int:
+    groups = int(program.head_groups[0])
+    return widths.row(program.kinds[array], heads=heads, groups=groups)
 
 
 def sent(program: Program, widths: Widths, *, backward: bool) -> Counter[int]:
@@ -103,9 +110,10 @@ def blocks_of(op: Op) -> tuple[Block, ...]:
 def peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
     """Largest sum of live transient arrays (all but the rank's own rows) in one direction."""
     changes: Counter[int] = Counter()
+    kept = kept_heads(program)
     for array, (first, last) in lifetimes(program, backward=backward).items():
         if array >= len(HOME):
-            size = program.rows[array] * widths.row(program.kinds[array])
+            size = program.rows[array] * _row(program, array, kept[array], widths)
             changes[first] += size
             changes[last + 1] -= size
     live = peak = 0

@@ -46,8 +46,7 @@ FOLDS = ("cat", "sum", "lse", "affine", "delta")
 
 
 class Block(NamedTuple):
-    """Rows `[start, stop)` of an array, and key/value head groups `[head, head + heads)` of them;
-    `heads` 0 means every head."""
+    """Rows `[start, stop)`, and head groups `[head, head + heads)` of them; 0 for every head."""
 
     array: int
     start: int
@@ -141,6 +140,7 @@ class Program:
             operation's number (tag, step or fold), and a post's `after` and `channel`.
         blocks (`np.ndarray`): `[blocks, 8]`: operation, role, peer, then the fields of `Block`.
         phases (`np.ndarray`): `[2]`: phases of forward and of backward.
+        head_groups (`np.ndarray`): `[1]`: head groups in all; 0 for one per key/value head.
     """
 
     arrays: np.ndarray
@@ -148,6 +148,7 @@ class Program:
     ops: np.ndarray
     blocks: np.ndarray
     phases: np.ndarray
+    head_groups: np.ndarray
 
     @classmethod
     def build(
@@ -157,6 +158,7 @@ class Program:
         held: Sequence[Held],
         forward: Phases,
         backward: Phases,
+        head_groups: int = 0,
     ) -> "Program":
         """Encode operations as columns."""
         kinds = list(KINDS)
@@ -175,6 +177,7 @@ class Program:
             _columns(ops, 6),
             _columns(blocks, 8),
             np.asarray([len(forward), len(backward)], np.int32),
+            np.asarray([head_groups], np.int32),
         )
 
     @cached_property
@@ -248,7 +251,7 @@ class Program:
         return json.dumps(self.to_json())
 
 
-_COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 6, "blocks": 8, "phases": 0}
+_COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 6, "blocks": 8, "phases": 0, "head_groups": 0}
 
 
 def _columns(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:

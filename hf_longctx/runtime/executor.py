@@ -18,12 +18,14 @@ from ..kernels import softmax
 from ..kernels.pieces import Call, Task, calls
 from ..kernels.softmax import Scoring
 from ..plan.count import Widths, lifetimes
+from ..plan.heads import Heads, heads_in, kept_heads
 from ..plan.program import (
     HOME,
     KINDS,
     Attend,
     AttendGrad,
     Block,
+    Field,
     Fold,
     Local,
     Op,
@@ -172,11 +174,12 @@ class Execution:
 
     def _allocate(self, array: int) -> Fields:
         kind = self.program.kinds[array]
-        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads, "1": 1}
-        sizes |= {"D": self.widths.head_dim, "V": self.widths.value_dim, "S": self.widths.state}
-        made = {}
+        sizes = {"D": self.widths.head_dim, "V": self.widths.value_dim, "S": self.widths.state}
+        sizes |= {"1": 1}
+        kept, made = kept_heads(self.program)[array], {}
         for f in KINDS[kind]:
-            shape = (self.program.rows[array], sizes[f.heads], sizes[f.width])
+            first, stop = self._heads(kept, f)
+            shape = (self.program.rows[array], stop - first, sizes[f.width])
             fill = float("-inf") if f.name == "lse" else 0.0
             if kind in ("part", "dq", "dkv", "state"):
                 made[f.name] = torch.full(shape, fill, dtype=self._dtype(f.wide))
@@ -184,18 +187,24 @@ class Execution:
                 made[f.name] = torch.empty(shape, dtype=self._dtype(f.wide))
         return made
 
+    def _heads(self, heads: Heads, of: Field) -> tuple[int, int]:
+        """The heads of a field that belong to these groups."""
+        groups = int(self.program.head_groups[0]) or self.widths.kv_heads
+        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads}
+        return heads_in(heads, groups=groups, of=sizes[of.heads])
+
     def _dtype(self, wide: bool) -> torch.dtype:
         return self.wide if wide else self.dtype
 
     def _of(self, block: Block) -> Fields:
         """The block's rows and heads of each field."""
-        found = {}
-        for name, tensor in self.fields(block.array).items():
-            rows = tensor[block.start : block.stop]
+        kept, found = kept_heads(self.program)[block.array], {}
+        for f in KINDS[self.program.kinds[block.array]]:
+            rows = self.fields(block.array)[f.name][block.start : block.stop]
             if block.heads:
-                each = rows.shape[1] // self.widths.kv_heads
-                rows = rows[:, block.head * each : (block.head + block.heads) * each]
-            found[name] = rows
+                (begin, _), (first, stop) = (self._heads(h, f) for h in (kept, block[3:]))
+                rows = rows[:, first - begin : stop - begin]
+            found[f.name] = rows
         return found
 
     def _views(self, block: Block) -> list[Tensor]:
