@@ -83,8 +83,10 @@ class _Rank:
         posts = self.posts
         phases = self.program.backward if self.backward else self.program.forward
         for op in (op for phase in phases for op in phase):
-            relay = isinstance(op, Post) and op.after >= 0
-            for block in blocks_of(op._replace(sends=()) if relay else op):
+            touched = op
+            if isinstance(op, Post) and op.after >= 0:
+                touched = op._replace(sends=())  # passed on by the waiting thread itself
+            for block in blocks_of(touched):
                 posts.refuse(block)
             match op:
                 case Post():

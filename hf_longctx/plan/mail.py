@@ -5,7 +5,7 @@ the order in which they were posted: what stands behind one that never comes sta
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -131,10 +131,9 @@ class Postings:
         if tag not in self.pending:
             raise PlanError(f"rank {self.rank}: waits for {tag}, never posted")
         posted = self.pending[tag]
-        for peer, done in self._conditions(posted):
+        while (peer := self._missing(posted)) is not None:
             self.waiting_for = f"rank {self.rank} waits for {peer} (tag {tag})"
-            while not done():
-                yield
+            yield
         self.waiting_for = ""
         if tag not in self.relayed:
             for block in (block for _, (_, blocks) in posted.recvs for block in blocks):
@@ -142,17 +141,19 @@ class Postings:
             self._take(posted)
         del self.pending[tag]
 
-    def _conditions(self, posted: _Posted) -> Iterator[tuple[int, Callable[[], bool]]]:
-        """Peer and what must have happened there, one after another."""
-        mail, upon = self.mail, posted.upon
+    def _missing(self, posted: _Posted) -> int | None:
+        """The rank that must do something before the exchange is done."""
         for key, (peer, _) in posted.recvs:
-            yield peer, lambda key=key: posted.arrived or key in mail.sent
-        if posted.post.tag in self.relayed:  # its thread may be held up by one posted before
-            yield self.rank, lambda: posted.arrived
-        for _, (peer, _) in upon.recvs if upon is not None else ():
-            yield peer, lambda: upon.arrived
+            if not posted.arrived and key not in self.mail.sent:
+                return peer
+        if posted.post.tag in self.relayed and not posted.arrived:
+            return self.rank  # its thread is held up by an exchange that was posted before
+        if posted.upon is not None and not posted.upon.arrived:
+            return next((peer for _, (peer, _) in posted.upon.recvs), self.rank)
         for key, _ in posted.sends:  # a send leaves once its receive is posted
-            yield key[2], lambda key=key: key in mail.expected
+            if key not in self.mail.expected:
+                return key[2]
+        return None
 
     def refuse(self, block: Block) -> None:
         """Raise `PlanError` where the waiting threads may fill or pass on rows of `block` now."""

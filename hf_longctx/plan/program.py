@@ -230,7 +230,7 @@ class Program:
         for row, blocks in zip(self.ops.tolist(), of_op, strict=True):
             if row[0] == direction:
                 of_code = [(b[0], b[1], Block(*b[2:])) for b in blocks]
-                phases[row[1]].append(_decode(_CODES[row[2]], *row[3:], of_code))
+                phases[row[1]].append(_decode(row[2:], of_code))
         return tuple(map(tuple, phases))
 
     def relayed(self, *, backward: bool) -> frozenset[int]:
@@ -285,9 +285,9 @@ def _messages(blocks: _Encoded, role: int) -> tuple[Message, ...]:
     return tuple((peer, tuple(of_peer)) for peer, of_peer in by_peer.items())
 
 
-def _decode(
-    code: Callable[..., Any], number: int, after: int, channel: int, blocks: _Encoded
-) -> Op:
+def _decode(row: Sequence[int], blocks: _Encoded) -> Op:
+    number, after, channel = row[1:]
+    code: Callable[..., Any] = _CODES[row[0]]
     if code is Post:
         return Post(number, _messages(blocks, 0), _messages(blocks, 1), after, channel)
     if code is Wait:
