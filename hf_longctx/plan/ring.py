@@ -10,7 +10,7 @@ from ..intervals import subtract
 from .cost import LayerKind
 from .layout import Layout
 from .program import Message, Op, Program, Wait
-from .visits import DKV, DQ, GRAD, KV, Demand, Q, Rows, Run, Stand, Visits, common, cut_rows, post
+from .visits import DKV, DQ, GRAD, KV, Demand, Q, Rows, Run, Stand, Visits, common, post
 
 
 def program(layout: Layout, *, rank: int, kind: LayerKind) -> Program:
@@ -101,12 +101,7 @@ class _Ring:
 
     def _backward(self) -> list[Op]:
         self.taken = {}
-        first, second = (
-            self.visits.attend_grad(
-                self.visits.home.runs((Q, GRAD, DQ), self.rank, rows), self.visits.own(KV, DKV)
-            )
-            for rows in cut_rows(self.visits.own_rows, 2)
-        )
+        first, second = self.visits.own_halves()
         if self.ranks == 1:
             return [*first, *second]
         self.grads = {h: Stand(self.layout, [(self._owner(h), r)]) for h, r in self.graded.items()}

@@ -242,6 +242,16 @@ class Visits:
             for (_, (q, grad, dq)), (_, (kv, dkv)) in self.pairs(queries, keys)
         ]
 
+    def own_halves(self) -> tuple[list[Op], list[Op]]:
+        """Gradients of the own queries with the own keys, the earlier rows and the later."""
+        first, second = cut_rows(self.own_rows, 2)
+        keys = self.own(KV, DKV)
+        early, late = (
+            self.attend_grad(self.home.runs((Q, GRAD, DQ), self.rank, rows), keys)
+            for rows in (first, second)
+        )
+        return early, late
+
     def sum_into(self, array: int, stand: Stand, part: int, came: Stand) -> list[Op]:
         """Add the rows of `part`, which stand as `came`, to those of `array`."""
         ops: list[Op] = []
