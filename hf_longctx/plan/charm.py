@@ -11,14 +11,14 @@ queries' gradient back: fewer bytes where there are as many query heads as key/v
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from .cost import LayerKind
 from .crossings import Crossings, Unit
 from .layout import Layout
 from .levels import Levels
 from .program import Block, Fold, Op, Post, Program, Wait
-from .visits import DKV, DQ, GRAD, KV, Parcel, Q, Run, Stand, Visits, common, post
+from .visits import DKV, DQ, GRAD, KV, Parcel, Q, Rows, Run, Stand, Visits, common, post
 
 PIECES = 4
 _WINDOW = 3  # units under way at a level: the one worked on, and two that travel
@@ -83,7 +83,7 @@ class _Forward:
     def __init__(self, visits: Visits, crossings: Crossings) -> None:
         self.visits, self.crossings = visits, crossings
 
-    def blocks(self, visit: _Visit, owner: int, rows: Iterable) -> tuple[Block, ...]:
+    def blocks(self, visit: _Visit, owner: int, rows: Rows) -> tuple[Block, ...]:
         """Rows that travel, as they stand here: at home, or as guests."""
         if owner == self.visits.rank:
             stand, arrays = self.visits.home, self.home
@@ -199,7 +199,9 @@ class _Backward(_Forward):
                 for peer, owner, rows in sorted(p for hop in hops for p in hop.recvs)
             ]
             recvs = [
-                (p, came[p].blocks(parts[p], owner, rows)) for p in back for _, owner, rows in back[p]
+                (p, came[p].blocks(parts[p], owner, rows))
+                for p in back
+                for _, owner, rows in back[p]
             ]
             exchange = post(self.visits.tag(), sends, recvs, channel=2 * level + 1)
             moves = bool(exchange.sends or exchange.recvs)

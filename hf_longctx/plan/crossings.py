@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .cost import LayerKind
 from .layout import Layout
 from .levels import Levels
-from .visits import Demand, Parcel, Rows, common, cut_rows
+from .visits import Demand, Parcel, Rows, common, count, cut_rows
 
 
 class Unit(NamedTuple):
@@ -139,3 +139,29 @@ class Crossings:
                 self._demands[domain] = demand
             self._needed[owner, domain] = self._demands[domain].of(owner)
         return self._needed[owner, domain]
+
+
+def queries_are_lighter(layout: Layout, kind: LayerKind, *, levels: Levels) -> bool:
+    """Whether a backward crosses the outermost level with fewer bytes if queries travel.
+
+    Counted with two bytes an element and gradients in float32. Keys go with values, and the
+    gradients of both come back; queries go with their output gradient and two numbers a head
+    (float32), and theirs comes back.
+    """
+    head = kind.key_value_width / (2 * kind.kv_heads)
+    key, query = 6 * kind.key_value_width, 8 * kind.query_width + 8 * kind.query_width / head
+    if levels.sizes[0] == 1 or query >= 2 * key:  # nearly as many rows travel either way
+        return False
+    of_keys, of_queries = (_crossing(layout, kind, levels, queries=q) for q in (False, True))
+    return of_queries * query < of_keys * key
+
+
+def _crossing(layout: Layout, kind: LayerKind, levels: Levels, *, queries: bool) -> int:
+    """Rows that cross the outermost level, of all ranks."""
+    size = levels.below(0)
+    total = 0
+    for first in range(0, layout.ranks, size):
+        domain = range(first, first + size)
+        demand = Demand(layout, kind, domain, queries=queries)
+        total += sum(count(demand.of(o)) for o in range(layout.ranks) if o not in domain)
+    return total

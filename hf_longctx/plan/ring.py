@@ -125,9 +125,7 @@ class _Ring:
             ops += self.visits.attend_grad(queries, keys)
             if hop > 1:
                 ops.append(Wait(self.sent[hop - 2]))
-                ops += self.visits.sum_into(
-                    dkv, self.grads[hop], self.arrived[hop], self.came[hop]
-                )
+                ops += self.visits.sum_into(dkv, self.grads[hop], self.arrived[hop], self.came[hop])
             ops.append(self._return(hop))
             ops.append(Wait(self.taken[hop + 1]))
         ops += second
