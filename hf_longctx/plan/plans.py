@@ -11,17 +11,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from . import ring, serve
+from . import charm, ring, serve
 from .cost import LayerKind, max_over_mean
+from .crossings import queries_are_lighter
 from .distca import balance, items, tasks
 from .exchange import ExchangePlan
 from .items import cost, cost_over
 from .layout import Layout, cut
+from .levels import Levels
 from .measured import CostTable
 from .program import Program
 from .subranges import NO_LOANS, Share, lend, shares
 
-ALGORITHMS = ("distca", "ring")
+ALGORITHMS = ("distca", "ring", "charm")
 OVERLAPS = ("none", "heads")
 _GROUPS = 4  # of heads: the last one's results are exposed, and each costs a message per peer
 
@@ -34,12 +36,13 @@ class Plan:
         algorithm (`str`): One of `ALGORITHMS`.
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers it is for.
-        tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` all at home.
+        tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; all at home but for distca.
         loans (`np.ndarray`): int32 `[loans, 4]`: the fields of `Loan`: keys of tasks that another
             than its server attends to.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
         overlap (`str`, *optional*): One of `OVERLAPS`.
         costs (`CostTable`, *optional*): What it balanced by; score entries without.
+        topology (`Levels`, *optional*): The nested domains of the ranks, for `charm`.
     """
 
     algorithm: str
@@ -50,6 +53,7 @@ class Plan:
     speeds: tuple[float, ...] = ()
     overlap: str = "none"
     costs: CostTable | None = None
+    topology: Levels | None = None
 
     @property
     def groups(self) -> tuple[serve.Heads, ...]:
@@ -76,11 +80,18 @@ class Plan:
         groups = self.groups if len(self.groups) > 1 else ""
         text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}{groups}"
         text += self.costs.to_json() if self.costs else ""
+        text += f" {self.topology} {self.moves_queries}" if self.topology else ""
         columns = [self.layout.lengths, self.layout.columns, self.tasks]
         columns += [self.loans] if len(self.loans) else []
         parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
         return int.from_bytes(hashed, "little") >> 1
+
+    @cached_property
+    def moves_queries(self) -> bool:
+        """Whether `charm`'s backward brings queries to keys, as that crosses with fewer bytes."""
+        levels = self.topology
+        return levels is not None and queries_are_lighter(self.layout, self.kind, levels=levels)
 
     @cached_property
     def _exchange(self) -> ExchangePlan:
@@ -101,6 +112,14 @@ class Plan:
         if rank not in self._programs:
             if self.algorithm == "ring":
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
+            elif self.topology is not None:
+                built = charm.program(
+                    self.layout,
+                    rank=rank,
+                    kind=self.kind,
+                    levels=self.topology,
+                    queries=self.moves_queries,
+                )
             else:
                 built = serve.program(self._exchange, rank=rank, groups=self.groups)
             if rank == 0 and (self.shares[:, 4] >= self.layout.ranks).any():
@@ -155,12 +174,13 @@ def make_plan(
     speeds: tuple[float, ...] = (),
     overlap: str = "none",
     costs: CostTable | None = None,
+    topology: Levels | None = None,
 ) -> Plan:
     """Plan one batch.
 
     Args:
-        algorithm (`str`): `distca` moves tasks until ranks are within `tolerance`; `ring` leaves
-            every query row at home.
+        algorithm (`str`): `distca` moves tasks until ranks are within `tolerance`; `ring` and
+            `charm` leave every query row at home.
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers the plan is for.
         tolerance (`float`, *optional*, defaults to 0.05): Allowed excess over the mean work.
@@ -170,10 +190,12 @@ def make_plan(
             only) into groups of key/value heads, which travel while others are attended to.
         costs (`CostTable`, *optional*): Balance seconds by it (`distca` only; `ring` moves no
             rows); by default score entries.
+        topology (`Levels`, *optional*): The nested domains that `charm` sends by; without, all
+            ranks are one domain.
 
     Raises:
         ValueError: on an algorithm that is not built, a negative tolerance, servers or overlap for
-            an algorithm without, or a speed that is not positive.
+            an algorithm without, a speed that is not positive, or a topology of other ranks.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{algorithm!r} has no planner yet; use one of {ALGORITHMS}")
@@ -188,14 +210,22 @@ def make_plan(
         raise ValueError(
             f"overlap {overlap!r} for {algorithm!r}: use none or, with distca, one of {OVERLAPS}"
         )
-    if algorithm == "ring":
+    if algorithm == "charm":
+        topology = topology or Levels((layout.ranks,))
+        if topology.ranks != layout.ranks:
+            raise ValueError(
+                f"longctx_topology={topology} has {topology.ranks} ranks, but {layout.ranks} share "
+                "a batch: the product of its sizes must be that number"
+            )
+    if algorithm in ("ring", "charm"):
         table = items(layout)
     else:
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
     balanced, loans = tasks(table), NO_LOANS
     if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
         loans = lend(layout, balanced, kind=kind, speeds=speeds, costs=costs)
-    return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap, costs)
+    levels = topology if algorithm == "charm" else None
+    return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap, costs, levels)
 
 
 def _in_three_phases(program: Program) -> Program:
