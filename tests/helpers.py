@@ -136,6 +136,7 @@ class Rows:
             query_width=heads * width,
             key_value_width=2 * self.k.shape[1] * width,
             kv_heads=self.k.shape[1],
+            heads=heads,
         )
 
 

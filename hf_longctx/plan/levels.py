@@ -60,6 +60,22 @@ class Levels:
         step, mine = self.below(level), self.coordinates(rank)[level]
         return tuple(rank + (member - mine) * step for member in range(self.sizes[level]))
 
+    def outside(self, size: int) -> "Levels":
+        """The levels of domains of `size` ranks, which are runs of ranks, each as one rank.
+
+        Raises:
+            ValueError: where such domains do not fill those of a level.
+        """
+        above, rest = list(self.sizes), size
+        while above and rest > 1 and rest % above[-1] == 0:
+            rest //= above.pop()
+        if rest > 1 and (not above or above[-1] % rest):
+            raise ValueError(
+                f"longctx_ulysses_size={size} does not divide the domains of longctx_topology="
+                f"{self}; use a divisor of its last size, {self.sizes[-1]}, or 1"
+            )
+        return Levels((*above[:-1], above[-1] // rest) if above else (1,))
+
     def crosses(self, one: int, other: int) -> int:
         """The outermost level whose link lies between two ranks; `len(sizes)` for the same rank."""
         pairs = zip(self.coordinates(one), self.coordinates(other), strict=True)

@@ -6,12 +6,13 @@ own program. One int64 of the digest is compared across ranks before each step.
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
 
-from . import charm, ring, serve
+from ..support.heads import EXCHANGING, Sharing, refuse_heads
+from . import charm, ring, serve, ulysses
 from .cost import LayerKind, max_over_mean
 from .crossings import queries_are_lighter
 from .distca import balance, items, tasks
@@ -23,7 +24,7 @@ from .measured import CostTable
 from .program import Program
 from .subranges import NO_LOANS, Share, lend, shares
 
-ALGORITHMS = ("distca", "ring", "charm")
+ALGORITHMS = ("distca", "ring", "charm", "ulysses")
 OVERLAPS = ("none", "heads")
 _GROUPS = 4  # of heads: the last one's results are exposed, and each costs a message per peer
 
@@ -43,6 +44,7 @@ class Plan:
         overlap (`str`, *optional*): One of `OVERLAPS`.
         costs (`CostTable`, *optional*): What it balanced by; score entries without.
         topology (`Levels`, *optional*): The nested domains of the ranks, for `charm`.
+        ulysses_size (`int`, *optional*): Ranks of a domain that exchange heads.
     """
 
     algorithm: str
@@ -54,6 +56,7 @@ class Plan:
     overlap: str = "none"
     costs: CostTable | None = None
     topology: Levels | None = None
+    ulysses_size: int = 1
 
     @property
     def groups(self) -> tuple[serve.Heads, ...]:
@@ -81,6 +84,8 @@ class Plan:
         text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}{groups}"
         text += self.costs.to_json() if self.costs else ""
         text += f" {self.topology} {self.moves_queries}" if self.topology else ""
+        if self.ulysses_size > 1:
+            text += f" heads {self.kind.heads}/{self.kind.kv_heads} over {self.ulysses_size}"
         columns = [self.layout.lengths, self.layout.columns, self.tasks]
         columns += [self.loans] if len(self.loans) else []
         parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
@@ -110,7 +115,9 @@ class Plan:
     def program(self, rank: int) -> Program:
         """The program of one rank or extra server; built on first use."""
         if rank not in self._programs:
-            if self.algorithm == "ring":
+            if self.algorithm == "ulysses" or self.ulysses_size > 1:
+                built = self._with_heads(rank)
+            elif self.algorithm == "ring":
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
             elif self.topology is not None:
                 built = charm.program(
@@ -127,6 +134,13 @@ class Plan:
             self._programs[rank] = built
         return self._programs[rank]
 
+    def _with_heads(self, rank: int) -> Program:
+        """Heads are exchanged in domains; `charm` goes by the levels above them."""
+        size, across = self.ulysses_size, ring.program
+        if self.topology is not None:
+            across = partial(_charm, levels=self.topology.outside(size))
+        return ulysses.program(self.layout, rank=rank, kind=self.kind, size=size, across=across)
+
     def work(self, *, balanced: bool) -> np.ndarray:
         """float64 `[processes]`: score entries by server, or by home when not `balanced`.
 
@@ -137,6 +151,10 @@ class Plan:
         length = self.layout.lengths[document].astype(np.int64)
         each = cost(start, stop, length=length, kind=self.kind, costs=self.costs)
         work = np.bincount(by, weights=each, minlength=self.processes)
+        if balanced and self.ulysses_size > 1:
+            groups, members = ulysses.head_shares(self.ulysses_size, kind=self.kind)
+            part = np.asarray([heads for _, heads in members]) / groups
+            return (work.reshape(-1, self.ulysses_size).sum(1, keepdims=True) * part).ravel()
         if balanced and len(self.loans):
             task, server, low, high = self.loans.astype(np.int64).T
             lent = cost_over(
@@ -175,6 +193,7 @@ def make_plan(
     overlap: str = "none",
     costs: CostTable | None = None,
     topology: Levels | None = None,
+    ulysses_size: int = 1,
 ) -> Plan:
     """Plan one batch.
 
@@ -192,10 +211,13 @@ def make_plan(
             rows); by default score entries.
         topology (`Levels`, *optional*): The nested domains that `charm` sends by; without, all
             ranks are one domain.
+        ulysses_size (`int`, *optional*, defaults to 1): Ranks of a domain that exchange heads, with
+            `charm` across domains, or else `ring`. 1: under `ulysses` all ranks do.
 
     Raises:
         ValueError: on an algorithm that is not built, a negative tolerance, servers or overlap for
-            an algorithm without, a speed that is not positive, or a topology of other ranks.
+            an algorithm without, a speed that is not positive, a topology of other ranks, or ranks
+            that cannot share the heads.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{algorithm!r} has no planner yet; use one of {ALGORITHMS}")
@@ -217,7 +239,15 @@ def make_plan(
                 f"longctx_topology={topology} has {topology.ranks} ranks, but {layout.ranks} share "
                 "a batch: the product of its sizes must be that number"
             )
-    if algorithm in ("ring", "charm"):
+    if ulysses_size > 1 and algorithm not in EXCHANGING:
+        raise ValueError(
+            f"longctx_ulysses_size={ulysses_size} for {algorithm!r}: its ranks exchange no heads; "
+            f"leave it at 1, or use one of {EXCHANGING}"
+        )
+    if algorithm == "ulysses" and ulysses_size == 1:
+        ulysses_size = layout.ranks
+    refuse_heads(Sharing(layout.ranks, ulysses_size, kind.heads, kind.kv_heads))
+    if algorithm in EXCHANGING:
         table = items(layout)
     else:
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
@@ -225,7 +255,14 @@ def make_plan(
     if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
         loans = lend(layout, balanced, kind=kind, speeds=speeds, costs=costs)
     levels = topology if algorithm == "charm" else None
-    return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap, costs, levels)
+    return Plan(
+        algorithm, layout, kind, balanced, loans, speeds, overlap, costs, levels, ulysses_size
+    )
+
+
+def _charm(layout: Layout, *, rank: int, kind: LayerKind, levels: Levels) -> Program:
+    lighter = queries_are_lighter(layout, kind, levels=levels)
+    return charm.program(layout, rank=rank, kind=kind, levels=levels, queries=lighter)
 
 
 def _in_three_phases(program: Program) -> Program:
