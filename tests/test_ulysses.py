@@ -1,4 +1,4 @@
-"""Ranks that exchange heads: exact for any heads and layout, alone and with ring or charm across."""
+"""Ranks that exchange heads: exact for any heads, alone and with charm or ring across domains."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_pair_is_computed_once(name: str, heads: int, kv_heads: int) -> No
 
 @pytest.mark.parametrize("name", ["ulysses", "charm"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (9, 3), (12, 2)])
-def test_b35_outputs_and_gradients_are_those_of_one_process(
+def test_b26_outputs_and_gradients_are_those_of_one_process(
     name: str, heads: int, kv_heads: int
 ) -> None:
     rows = Rows.random(sum(LENGTHS), heads=heads, kv_heads=kv_heads)
@@ -96,7 +96,7 @@ def test_work_follows_the_shares_of_the_heads() -> None:
         (Sharing(6, 4, 8, 8), "longctx_ulysses_size=4 of 6 ranks; use 1, 2, 3 or 6"),
     ],
 )  # fmt: skip
-def test_b17_heads_that_cannot_be_shared_are_refused(sharing: Sharing, message: str) -> None:
+def test_b24_heads_that_cannot_be_shared_are_refused(sharing: Sharing, message: str) -> None:
     ranks, size, heads, kv_heads = sharing
     with pytest.raises(ValueError, match=re.escape(message)):
         refuse_heads(sharing)
@@ -104,6 +104,14 @@ def test_b17_heads_that_cannot_be_shared_are_refused(sharing: Sharing, message: 
     kind = LayerKind(heads=heads, kv_heads=kv_heads)
     with pytest.raises(ValueError, match=re.escape(message)):
         make_plan("ulysses", layout, kind=kind, ulysses_size=size)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "exact"),
+    [(40, 8, 8, 1), (40, 8, 16, 0), (40, 8, 40, 1), (28, 4, 8, 0), (32, 8, 16, 1), (8, 2, 4, 1)],
+)
+def test_b24_heads_that_can_be_shared(heads: int, kv_heads: int, ranks: int, exact: int) -> None:
+    assert Sharing(ranks, ranks, heads, kv_heads).exact == bool(exact)
 
 
 def test_domains_are_refused_where_nothing_is_exchanged_by_heads() -> None:
