@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers import Rows, nan_memory, reference, run_lock_step
+import torch
+from helpers import Rows, nan_memory, reference, run_lock_step, run_threads
 
 from hf_longctx.plan.check import check
 from hf_longctx.plan.cost import LayerKind
-from hf_longctx.plan.count import peak_bytes, sent
+from hf_longctx.plan.count import peak_bytes, sent, sent_in_layer
 from hf_longctx.plan.layout import cut
 from hf_longctx.plan.levels import Levels
 from hf_longctx.plan.plans import Plan, make_plan
@@ -66,6 +67,18 @@ def test_bytes_are_those_of_the_formula(heads: int, kv_heads: int) -> None:
     for rank in range(ranks):
         counted = sent(plan.program(rank), rows.widths, backward=False)
         assert sum(counted.values()) == whole + heads * away  # and the log-sum-exps
+
+
+@pytest.mark.parametrize(("name", "size"), [("ulysses", 4), ("charm", 2)])
+def test_ranks_send_and_hold_what_is_planned(name: str, size: int) -> None:
+    rows = Rows.random(sum(LENGTHS), heads=4, kv_heads=2, dtype=torch.bfloat16)
+    plan = planned(name, ranks=4, size=size, rows=rows)
+    run = run_threads(plan, rows)
+    for rank, account in enumerate(run.accounts):
+        program = plan.program(rank)
+        assert run.sent[rank] == sent_in_layer(program, rows.widths) > 0
+        peak = max(peak_bytes(program, rows.widths, backward=b) for b in (False, True))
+        assert account.peak_bytes == peak
 
 
 def test_memory_does_not_grow_with_the_ranks() -> None:

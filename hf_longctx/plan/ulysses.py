@@ -177,10 +177,10 @@ class _Builder:
         ops = (op for phase in phases for op in phase)
         for kind, run in groupby(ops, key=type):
             if kind is Attend or kind is AttendGrad:
-                same = list(run)
+                same = [op for op in run if isinstance(op, Attend | AttendGrad)]
                 for heads in self._evenly_shared():
                     for op in same:
-                        yield kind(*(self._moved(block, heads) for block in op))
+                        yield type(op)(*(self._moved(block, heads) for block in op))
             else:
                 yield from map(self._carried, run)
 
