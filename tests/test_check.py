@@ -190,7 +190,7 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
 def test_plans_of_a_thousand_document_sets_are_accepted(
     lengths: list[int], ranks: int, window: int, causal: bool, tolerance: float
 ) -> None:
-    kind = replace(KIND, window=window, causal=causal)
+    kind = replace(KIND, window=window, causal=causal, heads=ranks)
     for layout in LAYOUTS:
         held = cut(lengths, ranks=ranks, layout=layout)
         for algorithm in ALGORITHMS:
