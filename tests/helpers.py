@@ -7,6 +7,7 @@ H query heads, K key/value heads, D head size, R ranks.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_longctx.comm.channels import Channel, Exchange, Hub
+from hf_longctx.comm.relaying import sent_over_all
 from hf_longctx.kernels.reference import attention
 from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.plan.cost import LayerKind
@@ -27,6 +29,7 @@ from hf_longctx.plan.layout import LAYOUTS, Layout, cut
 from hf_longctx.plan.plans import ALGORITHMS, OVERLAPS, Plan, make_plan
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account, Execution
+from hf_longctx.support import Sharing
 
 LENGTHS = st.lists(
     st.one_of(st.integers(1, 4), st.integers(1, 90), st.integers(100, 700)), min_size=1, max_size=8
@@ -65,9 +68,12 @@ def plans(draw: st.DrawFn, *, ranks: int = 5) -> Plan:
         query_width=2,
         key_value_width=2,
         kv_heads=draw(st.sampled_from([1, 2, 3, 5])),
+        heads=30,  # which up to five ranks but four can share
     )
     tolerance = draw(st.sampled_from([0.0, 0.05, 0.5]))
     algorithm = draw(st.sampled_from(ALGORITHMS))
+    if algorithm == "ulysses" and not Sharing(layout.ranks, layout.ranks, 30, kind.kv_heads).exact:
+        algorithm = "ring"
     speed = st.sampled_from([0.25, 1.0, 3.0])
     speeds = tuple(draw(st.lists(speed, max_size=2))) if algorithm == "distca" else ()
     overlap = draw(st.sampled_from(OVERLAPS)) if algorithm == "distca" else "none"
@@ -134,6 +140,7 @@ class Rows:
             query_width=heads * width,
             key_value_width=2 * self.k.shape[1] * width,
             kv_heads=self.k.shape[1],
+            heads=heads,
         )
 
 
@@ -234,7 +241,7 @@ def run_threads(plan: Plan, rows: Rows, *, channels: Sequence[Channel] | None = 
 
     threads(work, ranks=processes)
     results = gather(plan.layout, [x for x in shards if x is not None])
-    return Run(results=results, accounts=accounts, sent=[sum(c.sent.values()) for c in channels])
+    return Run(results=results, accounts=accounts, sent=[sent_over_all(c) for c in channels])
 
 
 def shard(layout: Layout, rank: int, rows: Rows) -> Rows:
@@ -255,9 +262,14 @@ def lock_step(runs: Sequence[Generator[Exchange]], *, seed: int = 0) -> None:
     """Drive one phase of every rank in this thread, resuming ranks in a random order."""
     shuffled = Random(seed)
     waiting: dict[int, Exchange | None] = dict.fromkeys(range(len(runs)))
+    last = time.monotonic()
     while waiting:
         ready = [r for r, exchange in waiting.items() if exchange is None or exchange.done()]
-        assert ready, f"ranks {sorted(waiting)} wait for each other"
+        if not ready:  # relays are passed on by other threads
+            assert time.monotonic() - last < 5.0, f"ranks {sorted(waiting)} wait for each other"
+            time.sleep(0.0002)
+            continue
+        last = time.monotonic()
         rank = shuffled.choice(ready)
         exchange = waiting[rank]
         if exchange is not None:

@@ -191,7 +191,7 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
 def test_plans_of_a_thousand_document_sets_are_accepted(
     lengths: list[int], ranks: int, window: int, causal: bool, tolerance: float, layout: str
 ) -> None:
-    kind = replace(KIND, window=window, causal=causal)
+    kind = replace(KIND, window=window, causal=causal, heads=ranks)
     held = cut(lengths, ranks=ranks, layout=layout)
     for algorithm in ALGORITHMS:
         check(make_plan(algorithm, held, kind=kind, tolerance=tolerance))
@@ -353,8 +353,8 @@ def test_distca_gathers_only_keys_where_nothing_moves() -> None:
 def test_head_groups_count_their_share() -> None:
     widths = Widths(heads=8, kv_heads=4, head_dim=16, value_dim=8, state=6, itemsize=2)
     assert widths.row("kv") == 4 * (16 + 8) * 2
-    assert widths.row("kv", heads=1) * 4 == widths.row("kv")
-    assert widths.row("grad", heads=2) * 2 == widths.row("grad") == 8 * (8 * 2 * 2 + 4)
+    assert widths.row("kv", heads=(1, 1)) * 4 == widths.row("kv")
+    assert widths.row("grad", heads=(0, 2)) * 2 == widths.row("grad") == 8 * (8 * 2 * 2 + 4)
     assert widths.row("state") == 8 * 6 * 4
 
 

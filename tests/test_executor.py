@@ -85,7 +85,8 @@ def test_ranks_compute_what_one_process_does(
 @examples(40)
 def test_any_plan_in_lock_step(plan: Plan, heads_per_key: int, seed: int) -> None:
     lengths, kv_heads = plan.layout.lengths.tolist(), plan.kind.kv_heads
-    rows = Rows.random(sum(lengths), heads=heads_per_key * kv_heads, kv_heads=kv_heads, seed=seed)
+    heads = plan.kind.heads if plan.ulysses_size > 1 else heads_per_key * kv_heads
+    rows = Rows.random(sum(lengths), heads=heads, kv_heads=kv_heads, seed=seed)
     with nan_memory():
         ours = run_lock_step(plan, rows, seed=seed)
     sees = {"window": plan.kind.window, "causal": plan.kind.causal}

@@ -173,6 +173,7 @@ def _with_batch(
         query_width=rows[0][0].numel() if held else 1,
         key_value_width=rows[1][0].numel() + rows[2][0].numel() if held else 1,
         kv_heads=rows[1].shape[1],
+        heads=rows[0].shape[1],
     )
     plan = batch.plan(algorithm, kind)
     program = plan.program(batch.rank)

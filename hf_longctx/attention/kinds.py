@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from ..plan.cost import LayerKind
 from ..plan.count import Widths
+from ..support import EXCHANGING, Sharing, refuse_heads
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
             query_width=own.heads * own.head_dim,
             key_value_width=own.kv_heads * (own.head_dim + own.value_dim),
             kv_heads=own.kv_heads,
+            heads=own.heads,
         )
         for window, own in zip(windows, widths, strict=True)
     ]
@@ -51,6 +53,24 @@ def say_whole_exchanges(config: Any, *, overlap: str) -> None:
             "longctx_overlap=heads: layers with one key/value head have no groups to cut their "
             "exchanges into; theirs run as with none"
         )
+
+
+def refuse_unshared_heads(config: Any, *, name: str, ranks: int, size: int) -> None:
+    """Refuse ranks that cannot share the heads of every attention layer.
+
+    Args:
+        config: A Transformers config; its text config is looked at where it has one.
+        name (`str`): The attention name.
+        ranks (`int`): Ranks that share one batch.
+        size (`int`): Ranks of a domain that exchange heads; 1 is all of them under `ulysses`.
+
+    Raises:
+        ValueError: with the size, the rule and the sizes that can.
+    """
+    if name in EXCHANGING:
+        size = ranks if name == "ulysses" and size == 1 else size
+        for kind in layer_kinds(config):
+            refuse_heads(Sharing(ranks, size, kind.heads, kind.kv_heads))
 
 
 def layer_configs(config: Any) -> list[Any]:

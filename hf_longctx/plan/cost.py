@@ -25,6 +25,7 @@ class LayerKind:
         query_width (`int`): Elements of one token's queries, heads x head size.
         key_value_width (`int`): Elements of one token's keys and values together.
         kv_heads (`int`): Key/value heads, which an overlapped exchange cuts into groups.
+        heads (`int`): Query heads, which ranks of a domain share out.
     """
 
     window: int = 0
@@ -32,6 +33,7 @@ class LayerKind:
     query_width: int = 1
     key_value_width: int = 1
     kv_heads: int = 1
+    heads: int = 1
 
     def entries(self, start: ArrayLike, stop: ArrayLike, *, length: ArrayLike) -> np.ndarray:
         """Score entries of query rows `[start, stop)` of documents of `length` tokens, int64."""

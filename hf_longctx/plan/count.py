@@ -6,6 +6,8 @@ Floor: plan.
 from collections import Counter
 from dataclasses import dataclass
 
+from .heads import Heads, heads_in, kept_heads
+from .levels import Levels
 from .program import HOME, KINDS, Block, Fold, Local, Op, Post, Program, Wait
 
 
@@ -31,32 +33,54 @@ class Widths:
     itemsize: int = 4
     wide_itemsize: int = 4
 
-    def row(self, kind: str, *, heads: int = 0) -> int:
-        """Bytes of one row of an array of `kind`, for `heads` key/value head groups (0: all)."""
+    def row(self, kind: str, *, heads: Heads = (0, 0), groups: int = 0) -> int:
+        """Bytes of one row of an array of `kind`, for some of its head groups, out of `groups` (0:
+        one per key/value head)."""
         sizes = {"H": self.heads, "K": self.kv_heads}
         widths = {"D": self.head_dim, "V": self.value_dim, "S": self.state, "1": 1}
         total = 0
         for field in KINDS[kind]:
             size = self.wide_itemsize if field.wide else self.itemsize
-            of_field = sizes[field.heads] * heads // self.kv_heads if heads else sizes[field.heads]
-            total += of_field * widths[field.width] * size
+            of = sizes[field.heads]
+            first, stop = heads_in(heads, groups=groups or self.kv_heads, of=of)
+            total += (stop - first) * widths[field.width] * size
         return total
 
 
 def block_bytes(program: Program, block: Block, widths: Widths) -> int:
     """Bytes of a block's rows."""
-    row = widths.row(program.kinds[block.array], heads=block.heads)
-    return (block.stop - block.start) * row
+    return (block.stop - block.start) * _row(program, block.array, block[3:], widths)
 
 
-def sent(program: Program, widths: Widths, *, backward: bool) -> Counter[int]:
-    """Bytes that a rank sends to each peer in one direction of one layer."""
-    total: Counter[int] = Counter()
+def _row(program: Program, array: int, heads: Heads, widths: Widths) -> int:
+    groups = int(program.head_groups[0])
+    return widths.row(program.kinds[array], heads=heads, groups=groups)
+
+
+def sent_by_channel(program: Program, widths: Widths, *, backward: bool) -> dict[int, Counter[int]]:
+    """Bytes that a rank sends over each channel that it uses, to each peer, in one direction."""
+    total: dict[int, Counter[int]] = {}
     for phase in program.backward if backward else program.forward:
         for op in phase:
             if isinstance(op, Post):
                 for peer, blocks in op.sends:
-                    total[peer] += sum(block_bytes(program, b, widths) for b in blocks)
+                    size = sum(block_bytes(program, b, widths) for b in blocks)
+                    total.setdefault(op.channel, Counter())[peer] += size
+    return total
+
+
+def sent(program: Program, widths: Widths, *, backward: bool) -> Counter[int]:
+    """Bytes that a rank sends to each peer in one direction of one layer."""
+    return sum(sent_by_channel(program, widths, backward=backward).values(), Counter())
+
+
+def sent_by_level(
+    program: Program, widths: Widths, *, rank: int, levels: Levels, backward: bool
+) -> Counter[int]:
+    """Bytes that a rank sends over the link of each level, the outermost 0, in one direction."""
+    total: Counter[int] = Counter()
+    for peer, size in sent(program, widths, backward=backward).items():
+        total[levels.crosses(rank, peer)] += size
     return total
 
 
@@ -68,7 +92,8 @@ def sent_in_layer(program: Program, widths: Widths) -> int:
 def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]:
     """First and last operation (counted over the direction's phases) that touches each array.
 
-    A post copies what it sends; only what it receives is touched again by its wait.
+    A post copies what it sends; only what it receives is touched again by its wait. A relay copies
+    what it sends before the exchange that it passes on is waited for.
     """
     spans: dict[int, tuple[int, int]] = {}
     posted: dict[int, Post] = {}
@@ -88,7 +113,7 @@ def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]
 def blocks_of(op: Op) -> tuple[Block, ...]:
     """Every block that an operation reads or writes."""
     match op:
-        case Post(_, sends, recvs):
+        case Post(_, sends, recvs, _, _):
             return tuple(b for _, blocks in (*sends, *recvs) for b in blocks)
         case Fold(into, parts, _):
             return (into, *parts)
@@ -103,13 +128,28 @@ def blocks_of(op: Op) -> tuple[Block, ...]:
 def peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
     """Largest sum of live transient arrays (all but the rank's own rows) in one direction."""
     changes: Counter[int] = Counter()
+    kept = kept_heads(program)
     for array, (first, last) in lifetimes(program, backward=backward).items():
         if array >= len(HOME):
-            size = program.rows[array] * widths.row(program.kinds[array])
+            size = program.rows[array] * _row(program, array, kept[array], widths)
             changes[first] += size
             changes[last + 1] -= size
     live = peak = 0
     for number in sorted(changes):
         live += changes[number]
         peak = max(peak, live)
+    return peak
+
+
+def message_peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
+    """Largest sum of the messages of exchanges that are posted and not waited for, both ways."""
+    posted: dict[int, int] = {}
+    peak = 0
+    for phase in program.backward if backward else program.forward:
+        for op in phase:
+            if isinstance(op, Post):
+                posted[op.tag] = sum(block_bytes(program, b, widths) for b in blocks_of(op))
+                peak = max(peak, sum(posted.values()))
+            elif isinstance(op, Wait):
+                del posted[op.tag]
     return peak

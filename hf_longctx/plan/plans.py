@@ -6,22 +6,25 @@ own program. One int64 of the digest is compared across ranks before each step.
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
 
-from . import pipeline, ring, serve
+from ..support.heads import EXCHANGING, Sharing, refuse_heads
+from . import charm, pipeline, ring, serve, ulysses
 from .cost import LayerKind, max_over_mean
+from .crossings import queries_are_lighter
 from .distca import balance, items, tasks
 from .exchange import ExchangePlan
 from .items import cost, cost_over
 from .layout import Layout, cut
+from .levels import Levels
 from .measured import CostTable
 from .program import Program
 from .subranges import NO_LOANS, Share, lend, shares
 
-ALGORITHMS = ("distca", "ring")
+ALGORITHMS = ("distca", "ring", "charm", "ulysses")
 OVERLAPS = ("none", "heads")
 # Of heads, and of rows within: what the first one brings and the last one takes home is exposed.
 _GROUPS = _PARTS = 4
@@ -35,12 +38,14 @@ class Plan:
         algorithm (`str`): One of `ALGORITHMS`.
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers it is for.
-        tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; for `ring` all at home.
+        tasks (`np.ndarray`): int32 `[tasks, 5]`: the fields of `Task`; all at home but for distca.
         loans (`np.ndarray`): int32 `[loans, 4]`: the fields of `Loan`: keys of tasks that another
             than its server attends to.
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
         overlap (`str`, *optional*): One of `OVERLAPS`.
         costs (`CostTable`, *optional*): What it balanced by; score entries without.
+        topology (`Levels`, *optional*): The nested domains of the ranks, for `charm`.
+        ulysses_size (`int`, *optional*): Ranks of a domain that exchange heads.
     """
 
     algorithm: str
@@ -51,6 +56,8 @@ class Plan:
     speeds: tuple[float, ...] = ()
     overlap: str = "none"
     costs: CostTable | None = None
+    topology: Levels | None = None
+    ulysses_size: int = 1
 
     @property
     def groups(self) -> tuple[pipeline.Heads, ...]:
@@ -77,11 +84,20 @@ class Plan:
         groups = self.groups if len(self.groups) > 1 else ""
         text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}{groups}"
         text += self.costs.to_json() if self.costs else ""
+        text += f" {self.topology} {self.moves_queries}" if self.topology else ""
+        if self.ulysses_size > 1:
+            text += f" heads {self.kind.heads}/{self.kind.kv_heads} over {self.ulysses_size}"
         columns = [self.layout.lengths, self.layout.columns, self.tasks]
         columns += [self.loans] if len(self.loans) else []
         parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
         return int.from_bytes(hashed, "little") >> 1
+
+    @cached_property
+    def moves_queries(self) -> bool:
+        """Whether `charm`'s backward brings queries to keys, as that crosses with fewer bytes."""
+        levels = self.topology
+        return levels is not None and queries_are_lighter(self.layout, self.kind, levels=levels)
 
     @cached_property
     def _exchange(self) -> ExchangePlan:
@@ -103,14 +119,31 @@ class Plan:
     def program(self, rank: int) -> Program:
         """The program of one rank or extra server; built on first use."""
         if rank not in self._programs:
-            if self.algorithm == "ring":
+            if self.algorithm == "ulysses" or self.ulysses_size > 1:
+                built = self._with_heads(rank)
+            elif self.algorithm == "ring":
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
+            elif self.topology is not None:
+                built = charm.program(
+                    self.layout,
+                    rank=rank,
+                    kind=self.kind,
+                    levels=self.topology,
+                    queries=self.moves_queries,
+                )
             else:
                 built = serve.program(self._exchange, rank=rank, groups=self.groups)
             if rank == 0 and (self.shares[:, 4] >= self.layout.ranks).any():
                 built = _in_three_phases(built)
             self._programs[rank] = built
         return self._programs[rank]
+
+    def _with_heads(self, rank: int) -> Program:
+        """Heads are exchanged in domains; `charm` goes by the levels above them."""
+        size, across = self.ulysses_size, ring.program
+        if self.topology is not None:
+            across = partial(_charm, levels=self.topology.outside(size))
+        return ulysses.program(self.layout, rank=rank, kind=self.kind, size=size, across=across)
 
     def work(self, *, balanced: bool) -> np.ndarray:
         """float64 `[processes]`: score entries by server, or by home when not `balanced`.
@@ -122,6 +155,10 @@ class Plan:
         length = self.layout.lengths[document].astype(np.int64)
         each = cost(start, stop, length=length, kind=self.kind, costs=self.costs)
         work = np.bincount(by, weights=each, minlength=self.processes)
+        if balanced and self.ulysses_size > 1:
+            groups, members = ulysses.head_shares(self.ulysses_size, kind=self.kind)
+            part = np.asarray([heads for _, heads in members]) / groups
+            return (work.reshape(-1, self.ulysses_size).sum(1, keepdims=True) * part).ravel()
         if balanced and len(self.loans):
             task, server, low, high = self.loans.astype(np.int64).T
             lent = cost_over(
@@ -159,12 +196,14 @@ def make_plan(
     speeds: tuple[float, ...] = (),
     overlap: str = "none",
     costs: CostTable | None = None,
+    topology: Levels | None = None,
+    ulysses_size: int = 1,
 ) -> Plan:
     """Plan one batch.
 
     Args:
-        algorithm (`str`): `distca` moves tasks until ranks are within `tolerance`; `ring` leaves
-            every query row at home.
+        algorithm (`str`): `distca` moves tasks until ranks are within `tolerance`; `ring` and
+            `charm` leave every query row at home.
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): The layers the plan is for.
         tolerance (`float`, *optional*, defaults to 0.05): Allowed excess over the mean work.
@@ -174,10 +213,15 @@ def make_plan(
             only) into groups of key/value heads, which travel while others are attended to.
         costs (`CostTable`, *optional*): Balance seconds by it (`distca` only; `ring` moves no
             rows); by default score entries.
+        topology (`Levels`, *optional*): The nested domains that `charm` sends by; without, all
+            ranks are one domain.
+        ulysses_size (`int`, *optional*, defaults to 1): Ranks of a domain that exchange heads, with
+            `charm` across domains, or else `ring`. 1: under `ulysses` all ranks do.
 
     Raises:
         ValueError: on an algorithm that is not built, a negative tolerance, servers or overlap for
-            an algorithm without, or a speed that is not positive.
+            an algorithm without, a speed that is not positive, a topology of other ranks, or ranks
+            that cannot share the heads.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{algorithm!r} has no planner yet; use one of {ALGORITHMS}")
@@ -192,14 +236,37 @@ def make_plan(
         raise ValueError(
             f"overlap {overlap!r} for {algorithm!r}: use none or, with distca, one of {OVERLAPS}"
         )
-    if algorithm == "ring":
+    if algorithm == "charm":
+        topology = topology or Levels((layout.ranks,))
+        if topology.ranks != layout.ranks:
+            raise ValueError(
+                f"longctx_topology={topology} has {topology.ranks} ranks, but {layout.ranks} share "
+                "a batch: the product of its sizes must be that number"
+            )
+    if ulysses_size > 1 and algorithm not in EXCHANGING:
+        raise ValueError(
+            f"longctx_ulysses_size={ulysses_size} for {algorithm!r}: its ranks exchange no heads; "
+            f"leave it at 1, or use one of {EXCHANGING}"
+        )
+    if algorithm == "ulysses" and ulysses_size == 1:
+        ulysses_size = layout.ranks
+    refuse_heads(Sharing(layout.ranks, ulysses_size, kind.heads, kind.kv_heads))
+    if algorithm in EXCHANGING:
         table = items(layout)
     else:
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)
     balanced, loans = tasks(table), NO_LOANS
     if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
         loans = lend(layout, balanced, kind=kind, speeds=speeds, costs=costs)
-    return Plan(algorithm, layout, kind, balanced, loans, speeds, overlap, costs)
+    levels = topology if algorithm == "charm" else None
+    return Plan(
+        algorithm, layout, kind, balanced, loans, speeds, overlap, costs, levels, ulysses_size
+    )
+
+
+def _charm(layout: Layout, *, rank: int, kind: LayerKind, levels: Levels) -> Program:
+    lighter = queries_are_lighter(layout, kind, levels=levels)
+    return charm.program(layout, rank=rank, kind=kind, levels=levels, queries=lighter)
 
 
 def _in_three_phases(program: Program) -> Program:

@@ -1,28 +1,16 @@
 """A layout -> ring attention: keys and values travel once around, queries stay.
 
 Floor: plan. Source: arXiv 2310.01889. In hop h rank r works on the chunk of rank r - h while the
-next one travels. In backward the chunk's gradient travels with it, one hop behind, and comes home.
+next one travels; a receive is posted one hop ahead. Of a chunk only those rows travel on that some
+later rank of the way sees. In backward a chunk's gradient travels one hop behind it, and goes home
+from the last rank that adds to it, which half of the home's own work hides. Letters: R ranks.
 """
 
-from collections import Counter
-
-from ..intervals import intersect
+from ..intervals import subtract
 from .cost import LayerKind
-from .layout import Layout, Placed
-from .program import (
-    HOME,
-    Attend,
-    AttendGrad,
-    Block,
-    Fold,
-    Held,
-    Op,
-    Post,
-    Program,
-    Wait,
-)
-
-_Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
+from .layout import Layout
+from .program import Message, Op, Program, Wait
+from .visits import DKV, DQ, GRAD, KV, Demand, Q, Rows, Run, Stand, Visits, common, post
 
 
 def program(layout: Layout, *, rank: int, kind: LayerKind) -> Program:
@@ -34,122 +22,142 @@ class _Ring:
     def __init__(self, layout: Layout, rank: int, kind: LayerKind) -> None:
         self.layout, self.rank, self.kind = layout, rank, kind
         self.ranks = layout.ranks
-        self.arrays: list[tuple[str, int]] = []
-        self.held: list[Held] = []
-        for array_kind in HOME:
-            self._array(array_kind, rank)
-        hops = range(1, self.ranks)
-        self.kv = {0: _KV} | {h: self._array("kv", self._owner(h)) for h in hops}
-        self.dkv = {0: _DKV} | {h: self._array("dkv", self._owner(h)) for h in hops}
-        self.arrived = {h: self._array("dkv", self._owner(h)) for h in (*hops, self.ranks)}
-        self.total = self._array("part", rank)
+        self.visits = Visits(layout, rank=rank, kind=kind)
+        self.after = (rank + 1) % self.ranks
+        self.before = (rank - 1) % self.ranks
+        self.hops = range(1, self.ranks)
+        self._measure()
+        held = {h: Stand(layout, [(self._owner(h), rows)]) for h, rows in self.visiting.items()}
+        self.stands = {0: self.visits.home} | held
+        self.kv = {0: KV} | {h: self.visits.array("kv", s) for h, s in held.items()}
 
     def _owner(self, hop: int) -> int:
         return (self.rank - hop) % self.ranks
 
-    def _array(self, kind: str, owner: int) -> int:
-        """An array with the rows of `owner`, in its order."""
-        array = len(self.arrays)
-        self.arrays.append((kind, self.layout.rows(owner)))
-        self.held += [Held(array, s.row, *s[2:]) for s in self.layout.of_rank(owner)]
-        return array
+    def _measure(self) -> None:
+        """By hop: the rows of the chunk that visit, go on, and whose gradients come, go on and go
+        home; and the own rows whose gradients come home."""
+        later, last = self._demand(self.rank), self._demand()
+        own_later = self._demand()
+        self.visiting: dict[int, Rows] = {}
+        leaving: dict[int, Rows] = {}
+        wanted: dict[int, Rows] = {self.ranks: ()}
+        for h in reversed(self.hops):
+            owner = self._owner(h)
+            self.visiting[h], leaving[h] = later.of(owner), last.of(owner)
+            own_later.add((self.rank + h) % self.ranks)
+            wanted[h] = own_later.of(self.rank)
+            later.add(owner)
+            last.add(owner)
+        leaving[0] = last.of(self.rank) if self.ranks > 1 else ()
+        self.visiting = dict(sorted(self.visiting.items()))
+        self.leaving = leaving
+        earlier, until = self._demand(self.rank), self._demand()
+        own_earlier = self._demand()
+        self.graded: dict[int, Rows] = {}
+        self.coming: dict[int, Rows] = {}
+        self.returned: dict[int, Rows] = {}
+        for h in self.hops:
+            owner = self._owner(h)
+            self.graded[h] = common(earlier.of(owner), self.visiting[h])
+            self.coming[h] = common(until.of(owner), self.visiting[h])
+            own_earlier.add((self.rank + h) % self.ranks)
+            touched = common(own_earlier.of(self.rank), wanted[h])
+            self.returned[h] = _without(touched, wanted[h + 1])
+            earlier.add(owner)
+            until.add(owner)
 
-    def _tasks(self, hop: int) -> list[tuple[Placed, Placed]]:
-        """(own segment, segment of the visiting chunk) with a key that some query of ours sees."""
-        visiting: dict[int, list[Placed]] = {}
-        for theirs in self.layout.of_rank(self._owner(hop)):
-            visiting.setdefault(theirs.document, []).append(theirs)
-        found = []
-        for mine in self.layout.of_rank(self.rank):
-            length = int(self.layout.lengths[mine.document])
-            seen = self.kind.keys_seen((mine.start, mine.stop), length=length)
-            for theirs in visiting.get(mine.document, ()):
-                if intersect((theirs.start, theirs.stop), seen):
-                    found.append((mine, theirs))
-        return found
+    def _demand(self, *ranks: int) -> Demand:
+        return Demand(self.layout, self.kind, ranks)
 
-    def _attend(self, hop: int) -> list[Op]:
-        """Attend to the visiting chunk, one partial per pair of segments, and merge into the total.
+    def _shift(self, hop: int) -> Op:
+        """Send the chunk of a hop on, and take the one after the next; hop -1 only takes."""
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        if hop >= 0:
+            blocks = self.stands[hop].blocks(self.kv[hop], self._owner(hop), self.leaving[hop])
+            sends.append((self.after, blocks))
+        if (taken := hop + 2) < self.ranks:
+            stand, rows = self.stands[taken], self.visiting[taken]
+            recvs.append((self.before, stand.blocks(self.kv[taken], self._owner(taken), rows)))
+        self.taken[taken] = self.visits.tag()
+        return post(self.taken[taken], sends, recvs, channel=0)
 
-        Own keys come first, so the first partial of each own segment is the total itself. Partials
-        of different segments share an array, so that their tasks fuse.
-        """
-        rounds: list[list[tuple[Placed, Placed]]] = []
-        seen: Counter[Placed] = Counter()
-        for mine, theirs in self._tasks(hop):
-            if seen[mine] == len(rounds):
-                rounds.append([])
-            rounds[seen[mine]].append((mine, theirs))
-            seen[mine] += 1
-        ops: list[Op] = []
-        for number, tasks in enumerate(rounds):
-            direct = hop == 0 and number == 0
-            part = self.total if direct else self._array("part", self.rank)
-            ops += [
-                Attend(_block(_Q, mine), _block(self.kv[hop], theirs), _block(part, mine))
-                for mine, theirs in tasks
-            ]
-            for mine, _ in [] if direct else tasks:
-                total = _block(self.total, mine)
-                ops.append(Fold(total, (total, _block(part, mine)), "lse"))
+    def _keys(self, hop: int, *arrays: int) -> list[Run]:
+        owner = self._owner(hop)
+        return list(self.stands[hop].runs(arrays, owner, self.visits.needs(owner)))
+
+    def _forward(self) -> list[Op]:
+        self.taken: dict[int, int] = {}  # by hop: the tag under which its chunk comes
+        ops: list[Op] = [self._shift(-1)] if self.ranks > 1 else []
+        for hop in range(self.ranks):
+            ops += [self._shift(hop)] if hop + 1 < self.ranks else []
+            keys = self._keys(hop, self.kv[hop]) if hop else self.visits.own(KV)
+            ops += self.visits.attend(keys, first=not hop)
+            ops += [Wait(self.taken[hop + 1])] if hop + 1 < self.ranks else []
+        if self.ranks > 1:
+            ops.append(Wait(self.taken[self.ranks]))
         return ops
 
-    def _attend_grad(self, hop: int) -> list[Op]:
-        return [
-            AttendGrad(
-                _block(_Q, mine),
-                _block(self.kv[hop], theirs),
-                _block(_GRAD, mine),
-                _block(_DQ, mine),
-                _block(self.dkv[hop], theirs),
-            )
-            for mine, theirs in self._tasks(hop)
-        ]
+    def _backward(self) -> list[Op]:
+        self.taken = {}
+        first, second = self.visits.own_halves()
+        if self.ranks == 1:
+            return [*first, *second]
+        self.grads = {h: Stand(self.layout, [(self._owner(h), r)]) for h, r in self.graded.items()}
+        self.came = {h: Stand(self.layout, [(self._owner(h), r)]) for h, r in self.coming.items()}
+        homes = {h: Stand(self.layout, [(self.rank, r)]) for h, r in self.returned.items()}
+        self.dkv = {h: self.visits.array("dkv", stand) for h, stand in self.grads.items()}
+        self.arrived = {h: self.visits.array("dkv", stand) for h, stand in self.came.items()}
+        self.homes = {h: self.visits.array("dkv", stand) for h, stand in homes.items()}
+        self.sent: dict[int, int] = {}  # by hop: the tag under which the chunk's gradient goes
+        ops: list[Op] = [self._shift(-1), self._shift(0), self._return(0)]
+        ops += [*first, Wait(self.taken[1])]
+        for hop in self.hops:
+            ops += [self._shift(hop)] if hop + 1 < self.ranks else []
+            queries = self.visits.own(Q, GRAD, DQ)
+            kv, dkv = self.kv[hop], self.dkv[hop]
+            owner = self._owner(hop)
+            grads = self.grads[hop].runs([dkv], owner, self.visits.needs(owner))
+            keys = [
+                (s, (*k, *g)) for (s, k), (_, g) in zip(self._keys(hop, kv), grads, strict=True)
+            ]
+            ops += self.visits.attend_grad(queries, keys)
+            if hop > 1:
+                ops.append(Wait(self.sent[hop - 2]))
+                ops += self.visits.sum_into(dkv, self.grads[hop], self.arrived[hop], self.came[hop])
+            ops.append(self._return(hop))
+            ops.append(Wait(self.taken[hop + 1]))
+        ops += second
+        ops += [Wait(self.sent[hop]) for hop in range(max(self.ranks - 2, 0), self.ranks)]
+        for hop in self.hops:
+            ops += self.visits.sum_into(DKV, self.visits.home, self.homes[hop], homes[hop])
+        return ops
 
-    def _shift(self, tag: int, sent: int, received: int) -> Post:
-        """Send one array to the next rank and receive one from the previous; empty chunks stay."""
-        after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        sends, recvs = self.arrays[sent][1], self.arrays[received][1]
-        return Post(
-            tag,
-            ((after, (Block(sent, 0, sends),)),) if sends else (),
-            ((before, (Block(received, 0, recvs),)),) if recvs else (),
-        )
+    def _return(self, hop: int) -> Op:
+        """Send a chunk's gradient on, and home what is whole; take that of the hop after the
+        next, and the own rows that are whole at the same hop elsewhere."""
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        if hop:
+            stand, array, owner = self.grads[hop], self.dkv[hop], self._owner(hop)
+            on = common(self.graded[hop], self.leaving[hop])
+            whole = _without(self.graded[hop], self.leaving[hop])
+            sends.append((self.after, stand.blocks(array, owner, on)))
+            sends.append((owner, stand.blocks(array, owner, whole)))
+            own = self.returned[hop]
+            home = Stand(self.layout, [(self.rank, own)]).blocks(self.homes[hop], self.rank, own)
+            recvs.append(((self.rank + hop) % self.ranks, home))
+        if (taken := hop + 2) < self.ranks:
+            rows, array = self.coming[taken], self.arrived[taken]
+            blocks = self.came[taken].blocks(array, self._owner(taken), rows)
+            recvs.append((self.before, blocks))
+        self.sent[hop] = self.visits.tag()
+        return post(self.sent[hop], sends, recvs, channel=0)
 
     def build(self) -> Program:
-        forward: list[Op] = []
-        backward: list[Op] = []
-        last, grads = self.ranks - 1, self.ranks  # tags: hop h is h, the gradient of hop h R + h
-        for hop in range(self.ranks):
-            travel: list[Op] = []
-            if hop < last:
-                travel = [self._shift(hop, self.kv[hop], self.kv[hop + 1])]
-            arrive: list[Op] = [Wait(hop)] if hop < last else []
-            forward += [*travel, *self._attend(hop), *arrive]
-            backward += [*travel, *self._attend_grad(hop)]
-            if hop:
-                mine, came = self.dkv[hop], self.arrived[hop]
-                if hop > 1:
-                    backward.append(Wait(grads + hop - 1))
-                    backward += self._sum(came, mine)
-                backward.append(self._shift(grads + hop, mine, self.arrived[hop + 1]))
-            backward += arrive
-        if self.ranks > 1:
-            backward.append(Wait(grads + last))
-            backward += self._sum(self.arrived[self.ranks], _DKV)
-        rows = self.layout.rows(self.rank)
-        forward.append(Fold(Block(_OUT, 0, rows), (Block(self.total, 0, rows),), "cat"))
-        return Program.build(
-            arrays=self.arrays,
-            held=self.held,
-            forward=(tuple(forward),),
-            backward=(tuple(backward),),
-        )
-
-    def _sum(self, part: int, into: int) -> list[Op]:
-        rows = self.arrays[part][1]
-        return [Fold(Block(into, 0, rows), (Block(part, 0, rows),), "sum")] if rows else []
+        return self.visits.program(self._forward(), self._backward())
 
 
-def _block(array: int, segment: Placed) -> Block:
-    return Block(array, segment.row, segment.row + segment.stop - segment.start)
+def _without(rows: Rows, others: Rows) -> Rows:
+    return tuple(left for r in rows for left in subtract(r, others))

@@ -13,17 +13,20 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..comm.channels import Channel, Exchange
+from ..comm.arrivals import Exchange
+from ..comm.channels import Channel
 from ..kernels import softmax
 from ..kernels.pieces import Call, Task, calls
 from ..kernels.softmax import Scoring
 from ..plan.count import Widths, lifetimes
+from ..plan.heads import Heads, heads_in, kept_heads
 from ..plan.program import (
     HOME,
     KINDS,
     Attend,
     AttendGrad,
     Block,
+    Field,
     Fold,
     Local,
     Op,
@@ -32,6 +35,7 @@ from ..plan.program import (
     Wait,
 )
 from . import messages
+from .exchanges import Exchanges
 from .folds import fold
 
 Fields = dict[str, Tensor]
@@ -99,6 +103,7 @@ class Account:
         waited (`float`): Seconds blocked in waits.
         attending (`float`): Seconds in attention kernels, by `clock`.
         peak_bytes (`int`): Largest sum of live transient arrays in one layer.
+        message_peak_bytes (`int`): Largest sum of messages that are posted and not waited for.
         layers (`set[int]`): Layers that called.
         half (`int`): Half of a batch that ran last.
         switches (`int`): How often one half's phase came after the other's.
@@ -111,6 +116,7 @@ class Account:
     waited: float = 0.0
     attending: float = 0.0
     peak_bytes: int = 0
+    message_peak_bytes: int = 0
     layers: set[int] = field(default_factory=set)
     half: int = 0
     switches: int = 0
@@ -145,11 +151,11 @@ class Execution:
     ) -> None:
         self.program, self.widths, self.dtype = program, widths, dtype
         self.wide = torch.promote_types(dtype, torch.float32)
-        self.backward, self.channel, self.local = backward, channel, local
+        self.backward, self.local = backward, local
         self.scoring = scoring or Scoring()
         self.account = account or Account()
         self.arrays: dict[int, Fields] = {}
-        self._pending: dict[int, tuple[Exchange, list[tuple[Tensor, tuple[Block, ...]]]]] = {}
+        self._exchanges = Exchanges(program, backward=backward, channel=channel, views=self._views)
         self._live = 0
         self._last_use = {a: last for a, (_, last) in self._lifetimes().items()}
         self._number = 0
@@ -172,11 +178,12 @@ class Execution:
 
     def _allocate(self, array: int) -> Fields:
         kind = self.program.kinds[array]
-        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads, "1": 1}
-        sizes |= {"D": self.widths.head_dim, "V": self.widths.value_dim, "S": self.widths.state}
-        made = {}
+        sizes = {"D": self.widths.head_dim, "V": self.widths.value_dim, "S": self.widths.state}
+        sizes |= {"1": 1}
+        kept, made = kept_heads(self.program)[array], {}
         for f in KINDS[kind]:
-            shape = (self.program.rows[array], sizes[f.heads], sizes[f.width])
+            first, stop = self._heads(kept, f)
+            shape = (self.program.rows[array], stop - first, sizes[f.width])
             fill = float("-inf") if f.name == "lse" else 0.0
             if kind in ("part", "dq", "dkv", "state"):
                 made[f.name] = torch.full(shape, fill, dtype=self._dtype(f.wide))
@@ -184,18 +191,24 @@ class Execution:
                 made[f.name] = torch.empty(shape, dtype=self._dtype(f.wide))
         return made
 
+    def _heads(self, heads: Heads, of: Field) -> tuple[int, int]:
+        """The heads of a field that belong to these groups."""
+        groups = int(self.program.head_groups[0]) or self.widths.kv_heads
+        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads}
+        return heads_in(heads, groups=groups, of=sizes[of.heads])
+
     def _dtype(self, wide: bool) -> torch.dtype:
         return self.wide if wide else self.dtype
 
     def _of(self, block: Block) -> Fields:
         """The block's rows and heads of each field."""
-        found = {}
-        for name, tensor in self.fields(block.array).items():
-            rows = tensor[block.start : block.stop]
+        kept, found = kept_heads(self.program)[block.array], {}
+        for f in KINDS[self.program.kinds[block.array]]:
+            rows = self.fields(block.array)[f.name][block.start : block.stop]
             if block.heads:
-                each = rows.shape[1] // self.widths.kv_heads
-                rows = rows[:, block.head * each : (block.head + block.heads) * each]
-            found[name] = rows
+                (begin, _), (first, stop) = (self._heads(h, f) for h in (kept, block[3:]))
+                rows = rows[:, first - begin : stop - begin]
+            found[f.name] = rows
         return found
 
     def _views(self, block: Block) -> list[Tensor]:
@@ -209,12 +222,11 @@ class Execution:
         for step in _steps(self.program, *sees, self.backward)[number]:
             match step:
                 case Post():
-                    self._post(step, number)
+                    self._exchanges.post(step, phase=number)
+                    peak = max(self.account.message_peak_bytes, self._exchanges.peak_bytes)
+                    self.account.message_peak_bytes = peak
                 case Wait(tag):
-                    exchange, parcels = self._pending.pop(tag)
-                    yield exchange
-                    for data, blocks in parcels:
-                        messages.unpack(data, self._all_views(blocks))
+                    yield from self._exchanges.wait(tag)
                 case Fold(into, parts, how):
                     fold(how, self._views(into), [self._views(part) for part in parts])
                 case Local(own, into):
@@ -229,24 +241,6 @@ class Execution:
         for array in [a for a in self.arrays if a >= len(HOME)]:
             if self._last_use[array] < self._number:
                 self._live -= _bytes(self.arrays.pop(array))
-
-    def _post(self, op: Post, phase: int) -> None:
-        assert self.channel is not None, "a program that exchanges needs a channel"
-        recvs: list[tuple[int, Tensor, tuple[Block, ...]]] = []
-        for peer, blocks in op.recvs:
-            data = torch.empty(messages.size(self._all_views(blocks)), dtype=torch.uint8)
-            recvs.append((peer, data, blocks))
-        sends = [(peer, messages.pack(self._all_views(blocks))) for peer, blocks in op.sends]
-        direction = "backward" if self.backward else "forward"
-        exchange = self.channel.post(
-            sends,
-            [(peer, data) for peer, data, _ in recvs],
-            what=f"exchange {op.tag} of {direction} phase {phase}",
-        )
-        self._pending[op.tag] = exchange, [(data, blocks) for _, data, blocks in recvs]
-
-    def _all_views(self, blocks: Iterable[Block]) -> list[Tensor]:
-        return [view for block in blocks for view in self._views(block)]
 
     def _attend(self, step: _Kernels) -> None:
         started = self.account.clock()

@@ -5,6 +5,7 @@ Floor: support. Nothing is ever downgraded in silence.
 
 from .calls import CALL_KEYWORDS, refuse_call
 from .given import refuse_given
+from .heads import EXCHANGING, HEAD_RULES, Sharing, refuse_heads
 from .overlap import PINGPONG_RULES, refuse_pingpong
 from .probed import PROBE_RULES
 from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, model_problems, refuse_model
@@ -15,6 +16,8 @@ from .wrappers import WRAPPER_RULES, refuse_wrappers
 __all__ = [
     "ARGUMENT_RULES",
     "CALL_KEYWORDS",
+    "EXCHANGING",
+    "HEAD_RULES",
     "MODEL_RULES",
     "NAMES",
     "PINGPONG_RULES",
@@ -22,10 +25,12 @@ __all__ = [
     "PROBE_RULES",
     "WRAPPER_RULES",
     "Rule",
+    "Sharing",
     "model_problems",
     "refuse_arguments",
     "refuse_call",
     "refuse_given",
+    "refuse_heads",
     "refuse_model",
     "refuse_pingpong",
     "refuse_wrappers",

@@ -3,6 +3,7 @@
 Floor: support.
 """
 
+from .heads import HEAD_RULES
 from .overlap import PINGPONG_RULES
 from .probed import PROBE_RULES
 from .rules import MODEL_RULES, NAMES
@@ -26,7 +27,8 @@ def table() -> str:
         "float32, bf16, float64 on CPU with gloo",
     )
     lines += [f"| {feature} |" + " yes |" * len(NAMES) + " |" for feature in works]
-    for rule in (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES, *WRAPPER_RULES, *PINGPONG_RULES):
+    rules = (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES, *WRAPPER_RULES)
+    for rule in (*rules, *PINGPONG_RULES, *HEAD_RULES):
         cells = "".join(" refused |" if name in rule.names else " yes |" for name in NAMES)
         lines.append(f"| {rule.feature} |{cells} {rule.rule}; {rule.remedy} |")
     return "\n".join(lines)

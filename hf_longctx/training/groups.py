@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.channels import EXCHANGE_SECONDS, GlooChannel
+from ..comm.channels import EXCHANGE_SECONDS, over_groups
 from ..runtime.binding import Runtime
 from .servers import Servers
 
@@ -138,13 +138,14 @@ def end_with_launcher() -> None:
             raise RuntimeError("the launcher that started this trainer is gone, so it ends too")
 
 
-def join(group: Group, *, default_seconds: float) -> Runtime:
+def join(group: Group, *, default_seconds: float, channels: int = 1) -> Runtime:
     """This process's runtime: every trainer builds the groups' channels in one order.
 
     Args:
         group (`Group`): Where this process is.
         default_seconds (`float`): Longest wait in the default group, whose gloo time-out Trainer
             leaves at 30 minutes on the CPU; see `exchange_seconds` for an exchange.
+        channels (`int`, *optional*, defaults to 1): That a plan uses: two per level of a topology.
     """
     end_with_launcher()
     if group.trainers > 1 and dist.get_backend() == "gloo":
@@ -153,14 +154,14 @@ def join(group: Group, *, default_seconds: float) -> Runtime:
     if group.size == 1:
         return Runtime()
     seconds = exchange_seconds(default_seconds)
-    mine: dist.ProcessGroup | None = None
-    for index in range(group.groups):
-        members = list(range(index * group.size, (index + 1) * group.size))
-        made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
-        if index == group.index:
-            mine = made
-    assert mine is not None
-    channel = GlooChannel(mine, timeout=seconds)
+    mine: list[dist.ProcessGroup] = []
+    for _ in range(channels):
+        for index in range(group.groups):
+            members = list(range(index * group.size, (index + 1) * group.size))
+            made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
+            if index == group.index:
+                mine.append(made)
+    channel = over_groups(mine, timeout=seconds)
     atexit.register(channel.close)
     return Runtime(channel=channel)
 

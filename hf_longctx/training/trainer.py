@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ..arguments import LongCtxArguments
-from ..attention.kinds import say_whole_exchanges
+from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
@@ -117,6 +117,12 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
     def _adopt(self) -> None:
         """Refuse or accept the model under its name; keep the name for a resume."""
         refuse_model(self.model.config, name=self.longctx_attention)
+        refuse_unshared_heads(
+            self.model.config,
+            name=self.longctx_attention,
+            ranks=self.longctx_group.size,
+            size=self.args.longctx_ulysses_size,
+        )
         overlap = LongCtxArguments.plan_overlap(self.args, self.longctx_attention)
         say_whole_exchanges(self.model.config, overlap=overlap)
         if not getattr(self, "model_accepts_loss_kwargs", True):

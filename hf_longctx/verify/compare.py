@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import LongCtxArguments
-from ..attention.kinds import say_whole_exchanges
+from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.processes import RankPool
 from ..support import refuse_model, refuse_pingpong
 from .ranks import Case, RankResult, run_rank
@@ -170,6 +170,8 @@ def verify(
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
+    size = arguments.longctx_ulysses_size
+    refuse_unshared_heads(config, name=name, ranks=ranks, size=size)
     if arguments.longctx_overlap == "pingpong":
         refuse_pingpong(name)
     case = Case(

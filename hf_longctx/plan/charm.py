@@ -1,0 +1,237 @@
+"""A layout and nested domains -> attention whose traffic crosses each slow link once, in pieces.
+
+Floor: plan. CHARM+ (arXiv 2611.05906) has published its aim alone: the design is ours. A rank sends
+its keys and values across a level to the rank of each other domain that has its place there, which
+passes each piece on inside, to those who see it. Foreign pieces are attended to between parts of
+the local work, in a fixed order, so that results do not depend on what arrives first. In backward a
+domain sums a piece's gradient where the piece came in, and it goes back across once.
+
+Under `queries`, backward brings queries and their output gradient to keys that stay, and takes the
+queries' gradient back: fewer bytes where there are as many query heads as key/value heads.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from .cost import LayerKind
+from .crossings import Crossings, Unit
+from .layout import Layout
+from .levels import Levels
+from .program import Block, Fold, Op, Post, Program, Wait
+from .visits import DKV, DQ, GRAD, KV, Parcel, Q, Rows, Run, Stand, Visits, common, post
+
+PIECES = 4
+_WINDOW = 3  # units under way at a level: the one worked on, and two that travel
+
+
+def program(
+    layout: Layout,
+    *,
+    rank: int,
+    kind: LayerKind,
+    levels: Levels,
+    pieces: int = PIECES,
+    queries: bool = False,
+) -> Program:
+    """The program of one rank, one phase in each direction.
+
+    Args:
+        layout (`Layout`): Where the tokens lie.
+        rank (`int`): Whose program it is.
+        kind (`LayerKind`): The layers it is for.
+        levels (`Levels`): The nested domains; `(R,)` is flat.
+        pieces (`int`, *optional*, defaults to 4): Parts in which rows cross a level.
+        queries (`bool`, *optional*): In backward queries travel, and keys stay.
+    """
+    assert levels.ranks == layout.ranks, (levels, layout.ranks)
+    visits = Visits(layout, rank=rank, kind=kind)
+    keys = Crossings(layout, kind, levels, rank=rank, pieces=pieces)
+    forward = _Forward(visits, keys).ops()
+    if not queries:
+        return visits.program(forward, _Backward(visits, keys).ops())
+    moved = Crossings(layout, kind, levels, rank=rank, pieces=pieces, queries=True)
+    return visits.program(forward, _BackwardByQueries(visits, moved).ops())
+
+
+class _Visit:
+    """The rows of one unit on this rank: where they stand, and the exchanges that bring them."""
+
+    def __init__(self, unit: Unit, direction: "_Forward") -> None:
+        visits = direction.visits
+        self.unit, self.hops = unit, direction.crossings.hops(unit)
+        parts = [(owner, rows) for hop in self.hops for _, owner, rows in hop.recvs]
+        self.stand = Stand(visits.layout, parts)
+        self.arrays = tuple(visits.array(kind, self.stand) for kind in direction.carried)
+        self.posts: list[Post] = []
+        for hop in self.hops:
+            sends, recvs = (
+                [(peer, direction.blocks(self, owner, rows)) for peer, owner, rows in parcels]
+                for parcels in (hop.sends, hop.recvs)
+            )
+            after = self.posts[hop.after].tag if hop.after >= 0 else -1
+            channel = 2 * hop.level
+            self.posts.append(post(visits.tag(), sends, recvs, channel=channel, after=after))
+
+
+class _Forward:
+    """Units in order, each posted ahead, waited for and worked on."""
+
+    backward = False
+    carried: tuple[str, ...] = ("kv",)
+    home: tuple[int, ...] = (KV,)
+
+    def __init__(self, visits: Visits, crossings: Crossings) -> None:
+        self.visits, self.crossings = visits, crossings
+
+    def blocks(self, visit: _Visit, owner: int, rows: Rows) -> tuple[Block, ...]:
+        """Rows that travel, as they stand here: at home, or as guests."""
+        if owner == self.visits.rank:
+            stand, arrays = self.visits.home, self.home
+        else:
+            stand, arrays = visit.stand, visit.arrays
+        return tuple(b for array in arrays for b in stand.blocks(array, owner, rows))
+
+    def ops(self) -> list[Op]:
+        """All operations of the direction."""
+        ops = self._opening()
+        order = self.crossings.order(backward=self.backward)
+        waiting = {unit.level: deque[Unit]() for unit in sorted(order)}  # the outermost goes first
+        for unit in order:
+            waiting[unit.level].append(unit)
+        started: dict[Unit, _Visit] = {}
+
+        def start(level: int) -> list[Op]:
+            if not waiting[level]:
+                return []
+            visit = _Visit(waiting[level].popleft(), self)
+            started[visit.unit] = visit
+            return [op for op in visit.posts if op.sends or op.recvs]
+
+        for level in waiting:
+            for _ in range(_WINDOW):
+                ops += start(level)
+        ops += self._first()
+        for unit in order:
+            visit = started.pop(unit)
+            ops += [Wait(op.tag) for op in visit.posts if op.sends or op.recvs]
+            ops += self._work(visit)
+            ops += start(unit.level)
+        return [*ops, *self._last()]
+
+    def _opening(self) -> list[Op]:
+        """Before anything is sent."""
+        return []
+
+    def _first(self) -> list[Op]:
+        """While the first units travel."""
+        return self.visits.attend(self.visits.own(KV), first=True)
+
+    def _work(self, visit: _Visit) -> list[Op]:
+        return self.visits.attend(self._guests(visit, *visit.arrays))
+
+    def _last(self) -> list[Op]:
+        return []
+
+    def _guests(self, visit: _Visit, *arrays: int) -> list[Run]:
+        """The rows of a unit that this rank needs, with their block in each array."""
+        return [
+            run
+            for owner, rows in visit.stand.parts
+            for run in visit.stand.runs(arrays, owner, common(rows, self.crossings.needed(owner)))
+        ]
+
+
+class _Backward(_Forward):
+    """Keys come as in forward, and their gradients go back the way that they came."""
+
+    backward = True
+    returned = "dkv"
+    home_returned = DKV
+
+    def __init__(self, visits: Visits, crossings: Crossings) -> None:
+        super().__init__(visits, crossings)
+        self._halves = visits.own_halves()
+        self._returning: list[Iterator[list[Op]]] = []
+
+    def _first(self) -> list[Op]:
+        return self._halves[0]
+
+    def _work(self, visit: _Visit) -> list[Op]:
+        into = self.visits.array(self.returned, visit.stand)
+        ops = [*self._grads(visit, into), *self._turn()]
+        self._returning.append(self._return(visit, into))
+        return [*ops, *next(self._returning[-1])]
+
+    def _grads(self, visit: _Visit, into: int) -> list[Op]:
+        keys = self._guests(visit, *visit.arrays, into)
+        return self.visits.attend_grad(self.visits.own(Q, GRAD, DQ), keys)
+
+    def _last(self) -> list[Op]:
+        ops = list(self._halves[1])
+        while self._returning:
+            ops += self._turn()
+        return ops
+
+    def _turn(self) -> list[Op]:
+        """The next step of every gradient on its way back, the oldest first."""
+        ops: list[Op] = []
+        for steps in list(self._returning):
+            step = next(steps, None)
+            if step is None:
+                self._returning.remove(steps)
+            ops += step or []
+        return ops
+
+    def _return(self, visit: _Visit, array: int) -> Iterator[list[Op]]:
+        """Per turn, the operations that take a unit's gradients back: from the innermost level out,
+        each rank sends what it received to where that came from, and adds what comes in."""
+        done: list[Op] = []
+        outermost = visit.unit.level
+        for level in reversed(range(outermost, self.crossings.innermost + 1)):
+            hops = [hop for hop in visit.hops if hop.level == level]
+            back: dict[int, list[Parcel]] = {}
+            for peer, owner, rows in sorted(p for hop in hops for p in hop.sends):
+                back.setdefault(peer, []).append((peer, owner, rows))
+            came = {p: Stand(self.visits.layout, [r[1:] for r in back[p]]) for p in back}
+            parts = {p: self.visits.array(self.returned, stand) for p, stand in came.items()}
+            sends = [
+                (peer, visit.stand.blocks(array, owner, rows))
+                for peer, owner, rows in sorted(p for hop in hops for p in hop.recvs)
+            ]
+            recvs = [
+                (p, came[p].blocks(parts[p], owner, rows))
+                for p in back
+                for _, owner, rows in back[p]
+            ]
+            exchange = post(self.visits.tag(), sends, recvs, channel=2 * level + 1)
+            moves = bool(exchange.sends or exchange.recvs)
+            yield [*done, exchange] if moves else done
+            if level < self.crossings.innermost:
+                yield []  # a slow link takes its time
+            done = [Wait(exchange.tag)] if moves else []
+            for p, stand in came.items():
+                at_home = level == outermost
+                into = self.visits.home if at_home else visit.stand
+                target = self.home_returned if at_home else array
+                done += self.visits.sum_into(target, into, parts[p], stand)
+        yield done
+
+
+class _BackwardByQueries(_Backward):
+    """Queries come with what their gradient needs, and this goes back the way that they came."""
+
+    carried = ("q", "delta")
+    returned = "dq"
+    home_returned = DQ
+
+    def __init__(self, visits: Visits, crossings: Crossings) -> None:
+        super().__init__(visits, crossings)
+        self.home = (Q, visits.array("delta", visits.home))
+
+    def _opening(self) -> list[Op]:
+        whole = Block(GRAD, 0, self.visits.home.rows)
+        return [Fold(whole._replace(array=self.home[1]), (whole,), "delta")]
+
+    def _grads(self, visit: _Visit, into: int) -> list[Op]:
+        queries = self._guests(visit, *visit.arrays, into)
+        return self.visits.attend_grad(queries, self.visits.own(KV, DKV))

@@ -1,0 +1,167 @@
+"""A layout and nested domains -> which rows of a rank travel to whom, hop by hop.
+
+Floor: plan. In a *unit* every rank sends a piece of its rows to the rank `offset` domains further
+on at one level. Who receives rows passes them on at each deeper level, to the ranks that differ
+from it there alone, so the rows of a domain reach those of another once and spread inside it. Only
+rows travel that some rank of the domain at the other end needs.
+"""
+
+from typing import NamedTuple
+
+from .cost import LayerKind
+from .layout import Layout
+from .levels import Levels
+from .visits import Demand, Parcel, Rows, common, count, cut_rows
+
+
+class Unit(NamedTuple):
+    """Piece `piece` of rows that cross `level` by `offset` domains."""
+
+    level: int
+    offset: int
+    piece: int
+
+
+class Hop(NamedTuple):
+    """One exchange of a unit: over the link of `level`, once hop `after` has come (-1: at once)."""
+
+    level: int
+    after: int
+    sends: tuple[Parcel, ...]
+    recvs: tuple[Parcel, ...]
+
+
+class Crossings:
+    """What one rank sends and receives.
+
+    Args:
+        layout (`Layout`): Where the tokens lie.
+        kind (`LayerKind`): What a row sees.
+        levels (`Levels`): The nested domains.
+        rank (`int`): The rank.
+        pieces (`int`): Parts of the rows that cross a level; inside the innermost they go whole.
+        queries (`bool`): Queries travel to keys that they see, not keys to queries.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        kind: LayerKind,
+        levels: Levels,
+        *,
+        rank: int,
+        pieces: int,
+        queries: bool = False,
+    ) -> None:
+        self.layout, self.kind, self.levels, self.rank = layout, kind, levels, rank
+        self.pieces, self.queries = pieces, queries
+        self.innermost = len(levels.sizes) - 1
+        self._demands: dict[range, Demand] = {}
+        self._pieces: dict[tuple[int, range], tuple[Rows, ...]] = {}
+        self._needed: dict[tuple[int, range], Rows] = {}
+
+    def units(self, level: int) -> list[Unit]:
+        """The units that cross a level, in order."""
+        pieces = self.pieces if level < self.innermost else 1
+        offsets = range(1, self.levels.sizes[level])
+        return [Unit(level, offset, piece) for offset in offsets for piece in range(pieces)]
+
+    def order(self, *, backward: bool) -> list[Unit]:
+        """All units as they are worked on: those of each level spread evenly over the time.
+
+        In forward the last is a foreign one. In backward local ones follow it, during which its
+        gradient travels home.
+        """
+        placed = []
+        for level in range(self.innermost + 1):
+            units = self.units(level)
+            local = level == self.innermost
+            for i, unit in enumerate(units):
+                if backward:
+                    at = (i + 0.5) / len(units) if local else (i + 1) / (len(units) + 1)
+                else:
+                    at = (i + 1) / (len(units) + local)
+                placed.append((at, -level, unit))
+        return [unit for _, _, unit in sorted(placed)]
+
+    def hops(self, unit: Unit) -> list[Hop]:
+        """The exchanges of a unit: the crossing, then what is passed on inside."""
+        level, rank = unit.level, self.rank
+        across = self.levels.peers(rank, level)
+        mine = across.index(rank)
+        target = across[(mine + unit.offset) % len(across)]
+        source = across[(mine - unit.offset) % len(across)]
+        sent, came = (self._rows(a, b, unit, level) for a, b in ((rank, target), (source, rank)))
+        hops = [Hop(level, -1, ((target, rank, sent),), ((source, source, came),))]
+        at = 0
+        while at < len(hops):
+            inner = range(hops[at].level + 1, self.innermost + 1)
+            hops += [self._relay(unit, at, hops[at], deeper) for deeper in inner]
+            at += 1
+        return hops
+
+    def _relay(self, unit: Unit, at: int, upon: Hop, level: int) -> Hop:
+        """What came with a hop goes to the peers at a deeper level, and theirs comes here."""
+        sends: list[Parcel] = []
+        recvs: list[Parcel] = []
+        for peer in self.levels.peers(self.rank, level):
+            if peer != self.rank:
+                for _, owner, _ in upon.recvs:
+                    theirs = owner + peer - self.rank  # it has our place there, at this level too
+                    sends.append((peer, owner, self._rows(owner, peer, unit, level)))
+                    recvs.append((peer, theirs, self._rows(theirs, self.rank, unit, level)))
+        return Hop(level, at, tuple(sends), tuple(recvs))
+
+    def needed(self, owner: int) -> Rows:
+        """The rows of `owner` that this rank itself needs."""
+        return self._need(owner, range(self.rank, self.rank + 1))
+
+    def _rows(self, owner: int, receiver: int, unit: Unit, level: int) -> Rows:
+        """The rows of a piece that the receiver's domain below `level` needs."""
+        domain = self._domain(receiver, unit.level)
+        if (owner, domain) not in self._pieces:
+            rows = self._need(owner, domain)
+            pieces = self.pieces if unit.level < self.innermost else 1
+            self._pieces[owner, domain] = cut_rows(rows, pieces)
+        piece = self._pieces[owner, domain][unit.piece]
+        if level == unit.level or not piece:
+            return piece
+        return common(piece, self._need(owner, self._domain(receiver, level)))
+
+    def _domain(self, rank: int, level: int) -> range:
+        size = self.levels.below(level)
+        return range(rank // size * size, (rank // size + 1) * size)
+
+    def _need(self, owner: int, domain: range) -> Rows:
+        if (owner, domain) not in self._needed:
+            if domain not in self._demands:
+                demand = Demand(self.layout, self.kind, domain, queries=self.queries)
+                self._demands[domain] = demand
+            self._needed[owner, domain] = self._demands[domain].of(owner)
+        return self._needed[owner, domain]
+
+
+def queries_are_lighter(layout: Layout, kind: LayerKind, *, levels: Levels) -> bool:
+    """Whether a backward crosses the outermost level with fewer bytes if queries travel.
+
+    Counted with two bytes an element and gradients in float32. Keys go with values, and the
+    gradients of both come back; queries go with their output gradient and two numbers a head
+    (float32), and theirs comes back.
+    """
+    head = kind.key_value_width / (2 * kind.kv_heads)
+    key, query = 6 * kind.key_value_width, 8 * kind.query_width + 8 * kind.query_width / head
+    if levels.sizes[0] == 1 or query >= 2 * key:  # nearly as many rows travel either way
+        return False
+    of_keys, of_queries = (_crossing(layout, kind, levels, queries=q) for q in (False, True))
+    return of_queries * query < of_keys * key
+
+
+def _crossing(layout: Layout, kind: LayerKind, levels: Levels, *, queries: bool) -> int:
+    """Rows that cross the outermost level, of all ranks."""
+    size = levels.below(0)
+    total = 0
+    for first in range(0, layout.ranks, size):
+        domain = range(first, first + size)
+        demand = Demand(layout, kind, domain, queries=queries)
+        total += sum(count(demand.of(o)) for o in range(layout.ranks) if o not in domain)
+    return total
