@@ -17,6 +17,7 @@ from .distca import balance, items, tasks
 from .exchange import ExchangePlan
 from .items import cost, cost_over
 from .layout import Layout, cut
+from .levels import Levels
 from .measured import CostTable
 from .program import Program
 from .subranges import NO_LOANS, Share, lend, shares
@@ -155,6 +156,8 @@ def make_plan(
     speeds: tuple[float, ...] = (),
     overlap: str = "none",
     costs: CostTable | None = None,
+    topology: Levels | None = None,
+    ulysses_size: int = 1,
 ) -> Plan:
     """Plan one batch.
 
@@ -170,6 +173,8 @@ def make_plan(
             only) into groups of key/value heads, which travel while others are attended to.
         costs (`CostTable`, *optional*): Balance seconds by it (`distca` only; `ring` moves no
             rows); by default score entries.
+        topology (`Levels`, *optional*): Nested domains of the ranks; `distca` and `ring` know none.
+        ulysses_size (`int`, *optional*, defaults to 1): Ranks of a domain that exchange heads.
 
     Raises:
         ValueError: on an algorithm that is not built, a negative tolerance, servers or overlap for

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..arguments import LongCtxArguments
 from ..attention.kinds import say_whole_exchanges
 from ..comm.processes import RankPool
+from ..comm.topology import given_levels
 from ..support import refuse_model, refuse_pingpong
 from .ranks import Case, RankResult, run_rank
 from .twins import (
@@ -146,7 +147,8 @@ def verify(
         model (`str`): Checkpoint folder or config JSON.
         name (`str`): Attention name.
         ranks (`int`): Gloo processes to run.
-        arguments (`LongCtxArguments`, *optional*): Layout, tolerance and overlap.
+        arguments (`LongCtxArguments`, *optional*): Layout, tolerance, overlap and domains; topology
+            `auto` is one domain, as all ranks are on this machine.
         dtype (`str`, *optional*, defaults to `float64`): Of the comparison with the twin.
         checkpointing (`bool`, *optional*): Run both kinds and report the worst of each figure.
         document_lengths (`Sequence[int]`, *optional*): Documents of one batch to use instead of
@@ -170,6 +172,7 @@ def verify(
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
+    arguments.check_domains(name)
     if arguments.longctx_overlap == "pingpong":
         refuse_pingpong(name)
     case = Case(
@@ -183,6 +186,8 @@ def verify(
         halves=arguments.longctx_overlap == "pingpong",
         overlap=arguments.plan_overlap(name),
         servers=servers,
+        topology=given_levels(arguments.longctx_topology, ranks=ranks),
+        ulysses_size=arguments.longctx_ulysses_size,
     )
     say_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
@@ -217,6 +222,7 @@ def verify(
         "ranks": ranks,
         "layout": case.layout,
         "overlap": arguments.longctx_overlap,
+        "topology": str(case.topology or ranks),
         "logit_columns": len(case.columns),
         "set_to_0": dropout_fields(config),
         "bounds": bounds,
