@@ -66,7 +66,7 @@ class _Ending:
 
     def __init__(self, bridge: Channel, requests: int) -> None:
         self.bridge, self.left = bridge, requests
-        self.rank, self.sent = bridge.rank, bridge.sent
+        self.rank, self.sent, self.more = bridge.rank, bridge.sent, bridge.more
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
         if what == "a request":

@@ -77,7 +77,7 @@ class Recorder:
 
     def __init__(self, channel: Channel, *, filled: bool = False) -> None:
         self.channel, self.filled = channel, filled
-        self.rank, self.sent = channel.rank, Counter[int]()
+        self.rank, self.sent, self.more = channel.rank, Counter[int](), channel.more
         self.stretches: list[Stretch] = []
         self._posted: Counter[tuple[int, int]] = Counter()
         self._in_kernel = False

@@ -6,10 +6,10 @@ from a lost server arrives as NaN, so that a step made of it cannot pass for a g
 nothing more is sent to it; whoever owns the channel looks at `lost` and runs the step again.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 
+from .arrivals import Joined
 from .channels import Channel, Exchange, ExchangeError, Parcel
 
 _NAN = 0xFF  # a float whose bytes are all ones is NaN, in every format
@@ -39,21 +39,6 @@ class _OverBridge:
             data.fill_(_NAN)
 
 
-class _Joined:
-    """Exchanges that were posted as one."""
-
-    def __init__(self, parts: Sequence[Exchange]) -> None:
-        self.parts = parts
-
-    def done(self) -> bool:
-        return all(part.done() for part in self.parts)
-
-    def wait(self, *, since: float | None = None) -> None:
-        began = time.monotonic() if since is None else since
-        for part in self.parts:
-            part.wait(since=began)
-
-
 class BridgedChannel:
     """A rank's channel to its peers and to extra servers.
 
@@ -74,6 +59,11 @@ class BridgedChannel:
         self.sent: Counter[int] = Counter()
         self.lost: dict[int, ExchangeError] = {}
 
+    @property
+    def more(self) -> Sequence[Channel]:
+        """Further channels to its peers; a program with servers uses none."""
+        return self.peers.more if self.peers is not None else ()
+
     def lose(self, number: int, error: ExchangeError) -> None:
         """Give a server up: nothing more is sent to it or awaited from it."""
         self.lost.setdefault(number, error)
@@ -93,7 +83,7 @@ class BridgedChannel:
         for peer, data in sends:
             if peer < self.ranks or peer - self.ranks not in self.lost:
                 self.sent[peer] += data.numel()
-        return _Joined(parts)
+        return Joined(parts)
 
     def _over(
         self, number: int, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str

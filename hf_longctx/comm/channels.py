@@ -1,7 +1,8 @@
 """Bytes between ranks: one message per peer, over gloo or between threads of one process.
 
 Floor: comm. A channel posts an exchange without blocking and hands back an `Exchange` to wait for.
-The n-th message from a to b meets the n-th receive that b posted for a. Every wait has a time-out,
+The n-th message from a to b meets the n-th receive that b posted for a; a message that leaves later
+than it is posted (a relay) has its number reserved meanwhile. Every wait has a time-out,
 and its error names the rank, what it was doing and the peer.
 """
 
@@ -10,12 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .arrivals import Arrivals, Exchange
 
 Parcel = tuple[int, Tensor]  # peer, uint8 bytes
 _AT_LEAST = timedelta(milliseconds=10)
@@ -26,37 +29,21 @@ class ExchangeError(RuntimeError):
     """An exchange did not finish: the message names rank, operation and peer."""
 
 
-class Exchange(Protocol):
-    """An exchange under way."""
-
-    def done(self) -> bool:
-        """Whether every message of the exchange has arrived and left."""
-        ...
-
-    def wait(self, *, since: float | None = None) -> None:
-        """Block until it is done.
-
-        Args:
-            since (`float`, *optional*): When waiting began, by `time.monotonic`; now by default.
-                Exchanges that are waited for one after another share it, so that several lost peers
-                take no longer to notice than one.
-
-        Raises:
-            ExchangeError: on a time-out or a lost peer.
-        """
-        ...
-
-
 class Channel(Protocol):
     """Moves bytes between the ranks of one group.
 
     Attributes:
         rank (`int`): This rank, within the group.
         sent (`Counter[int]`): Bytes sent to each peer so far.
+        more (`Sequence[Channel]`): Others between the same ranks; a program numbers this one 0 and
+            them from 1.
     """
 
     rank: int
     sent: Counter[int]
+
+    @property
+    def more(self) -> "Sequence[Channel]": ...
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
         """Start receiving into `recvs` and sending `sends`; errors name the operation `what`."""
@@ -89,6 +76,20 @@ class _GlooExchange:
                 raise _failed(self.channel.rank, self.what, peer, cause) from error
 
 
+class _GlooReserved(_GlooExchange):
+    def __init__(self, channel: "GlooChannel", slots: Sequence[tuple[int, int]], what: str) -> None:
+        super().__init__(channel, [], what)
+        self.slots = slots  # peer, tag
+
+    def leave(self, messages: Sequence[Tensor]) -> None:
+        for (peer, tag), data in zip(self.slots, messages, strict=True):
+            try:
+                self.works.append((peer, self.channel.send(data, peer, tag)))
+            except RuntimeError as error:
+                cause = str(error).splitlines()[0]
+                raise _failed(self.channel.rank, self.what, peer, cause) from error
+
+
 class GlooChannel:
     """Exchange over a gloo process group.
 
@@ -100,7 +101,9 @@ class GlooChannel:
     def __init__(self, group: dist.ProcessGroup, *, timeout: float = EXCHANGE_SECONDS) -> None:
         self.group, self.rank = group, group.rank()  # also of a group outside the default one
         self.timeout = timedelta(seconds=timeout)
+        self.more: tuple[GlooChannel, ...] = ()
         self.sent: Counter[int] = Counter()
+        self.arrivals = Arrivals(f"longctx arrivals of rank {self.rank}")
         self._numbers: Counter[tuple[str, int]] = Counter()
 
     def _tag(self, way: str, peer: int) -> int:
@@ -117,13 +120,24 @@ class GlooChannel:
             for peer, data in sends:
                 tag = self._tag("to", peer)
                 self.sent[peer] += data.numel()  # first: who has received it may ask at once
-                works.append((peer, self.group.send([data], peer, tag)))
+                works.append((peer, self.send(data, peer, tag)))
         except RuntimeError as error:
             raise _failed(self.rank, what, peer, str(error).splitlines()[0]) from error
         return _GlooExchange(self, works, what)
 
+    def send(self, data: Tensor, peer: int, tag: int) -> dist.Work:
+        """Have one message leave, under a tag of its own."""
+        return self.group.send([data], peer, tag)
+
+    def reserve(self, sizes: Sequence[tuple[int, int]], *, what: str) -> _GlooReserved:
+        """A tag for each message."""
+        self.sent.update(dict(sizes))
+        return _GlooReserved(self, [(peer, self._tag("to", peer)) for peer, _ in sizes], what)
+
     def close(self) -> None:
-        """Give up the group, so that its threads end before the interpreter does."""
+        """Give up the groups, so that their threads end before the interpreter does."""
+        for channel in self.more:
+            channel.close()
         if dist.is_initialized():  # else the groups were destroyed already, all at once
             dist.destroy_process_group(self.group)
         del self.group
@@ -141,6 +155,16 @@ class GlooChannel:
         _same(int(both[0]), -int(both[1]), number, self.rank, what)
 
 
+def over_groups(groups: Sequence[dist.ProcessGroup], *, timeout: float) -> GlooChannel:
+    """The channel over the first group, with one more over each other; their order is the same on
+    all ranks, and all are warm: no connection is made in the midst of a step."""
+    first, *more = (GlooChannel(group, timeout=timeout) for group in groups)
+    first.more = tuple(more)
+    for number, channel in enumerate(more, start=1):
+        channel.agree(number, what="a channel's number")
+    return first
+
+
 def _same(high: int, low: int, number: int, rank: int, what: str) -> None:
     if high != low:
         raise ValueError(
@@ -149,30 +173,32 @@ def _same(high: int, low: int, number: int, rank: int, what: str) -> None:
         )
 
 
+_Key = tuple[int, int, int, int]  # number of the channel, from, to, how many went that way
+
+
 class Hub:
     """The messages of ranks that run as threads of one process.
 
     Args:
         ranks (`int`): Ranks of the group.
         timeout (`float`, *optional*, defaults to 120.0): Seconds that one exchange may take.
+        more (`int`, *optional*, defaults to 5): Further channels of each rank.
     """
 
-    def __init__(self, ranks: int, *, timeout: float = EXCHANGE_SECONDS) -> None:
-        self.ranks, self.timeout = ranks, timeout
-        self.messages: dict[tuple[int, int, int], Tensor] = {}
+    def __init__(self, ranks: int, *, timeout: float = EXCHANGE_SECONDS, more: int = 5) -> None:
+        self.ranks, self.timeout, self.more = ranks, timeout, more
+        self.messages: dict[_Key, Tensor] = {}
         self.changed = threading.Condition()
         self.barrier = threading.Barrier(ranks, timeout=timeout)
         self.numbers = [0] * ranks
 
     def channels(self) -> list["ThreadChannel"]:
-        """One channel per rank."""
+        """One channel per rank, with further ones."""
         return [ThreadChannel(self, rank) for rank in range(self.ranks)]
 
 
 class _ThreadExchange:
-    def __init__(
-        self, channel: "ThreadChannel", due: list[tuple[tuple[int, int, int], Tensor]], what: str
-    ) -> None:
+    def __init__(self, channel: "ThreadChannel", due: list[tuple[_Key, Tensor]], what: str) -> None:
         self.channel, self.due, self.what = channel, due, what
 
     def done(self) -> bool:
@@ -189,36 +215,68 @@ class _ThreadExchange:
                 )
                 if not arrived:
                     cause = f"no message within {hub.timeout} s"
-                    raise _failed(self.channel.rank, self.what, key[0], cause)
+                    raise _failed(self.channel.rank, self.what, key[1], cause)
                 message = hub.messages.pop(key)
             if message.numel() != buffer.numel():
                 cause = f"{message.numel()} bytes came, {buffer.numel()} were expected"
-                raise _failed(self.channel.rank, self.what, key[0], cause)
+                raise _failed(self.channel.rank, self.what, key[1], cause)
             buffer.copy_(message)
         self.due = []
 
 
-class ThreadChannel:
-    """Exchange between threads of one process, or between programs run in lock step."""
+class _ThreadReserved(_ThreadExchange):
+    def __init__(self, channel: "ThreadChannel", slots: Sequence[_Key], what: str) -> None:
+        super().__init__(channel, [], what)
+        self.slots = slots
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self.hub, self.rank = hub, rank
+    def leave(self, messages: Sequence[Tensor]) -> None:
+        for key, data in zip(self.slots, messages, strict=True):
+            self.channel.send(data, key)
+
+
+class ThreadChannel:
+    """Exchange between threads of one process, or between programs run in lock step.
+
+    Args:
+        hub (`Hub`): Of all ranks.
+        rank (`int`): This one.
+        number (`int`, *optional*, defaults to 0): Of the channel; only the first has `more`.
+    """
+
+    def __init__(self, hub: Hub, rank: int, number: int = 0) -> None:
+        self.hub, self.rank, self.number = hub, rank, number
         self.sent: Counter[int] = Counter()
+        self.arrivals = Arrivals(f"longctx arrivals of rank {rank}")
         self._numbers: Counter[tuple[int, int]] = Counter()
 
-    def _key(self, source: int, target: int) -> tuple[int, int, int]:
+    @cached_property
+    def more(self) -> "tuple[ThreadChannel, ...]":
+        """The further channels."""
+        count = self.hub.more if self.number == 0 else 0
+        return tuple(ThreadChannel(self.hub, self.rank, 1 + other) for other in range(count))
+
+    def _key(self, source: int, target: int) -> _Key:
         self._numbers[source, target] += 1
-        return source, target, self._numbers[source, target]
+        return self.number, source, target, self._numbers[source, target]
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
         """Leave copies of the messages for their receivers."""
         due = [(self._key(peer, self.rank), buffer) for peer, buffer in recvs]
-        with self.hub.changed:
-            for peer, data in sends:
-                self.hub.messages[self._key(self.rank, peer)] = data.clone()
-                self.sent[peer] += data.numel()
-            self.hub.changed.notify_all()
+        for peer, data in sends:
+            self.sent[peer] += data.numel()
+            self.send(data.clone(), self._key(self.rank, peer))
         return _ThreadExchange(self, due, what)
+
+    def send(self, data: Tensor, key: _Key) -> None:
+        """Have one message leave, under a key of its own."""
+        with self.hub.changed:
+            self.hub.messages[key] = data
+            self.hub.changed.notify_all()
+
+    def reserve(self, sizes: Sequence[tuple[int, int]], *, what: str) -> _ThreadReserved:
+        """A key for each message."""
+        self.sent.update(dict(sizes))
+        return _ThreadReserved(self, [self._key(self.rank, peer) for peer, _ in sizes], what)
 
     def agree(self, number: int, *, what: str) -> None:
         """Compare through the hub, once all ranks have come."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .channels import Channel, GlooChannel
+from .channels import Channel, over_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,15 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, job: Callable[..., Any], *, ranks: int | None = None, **given: Any) -> list[Any]:
+    def run(
+        self, job: Callable[..., Any], *, ranks: int | None = None, channels: int = 1, **given: Any
+    ) -> list[Any]:
         """Run `job(context, **given)` on the first `ranks` ranks; their results, by rank.
+
+        Args:
+            job (`Callable`): A function of an importable module.
+            ranks (`int`, *optional*): All by default.
+            channels (`int`, *optional*, defaults to 1): The job's channel and its further ones.
 
         Raises:
             RankError: with the first error of any rank; the processes are ended, and started afresh
@@ -96,7 +103,7 @@ class RankPool:
         results: dict[int, Any] = {}
         try:
             for pipe in self._pipes[:used]:
-                pipe.send((job, used, given))
+                pipe.send((job, used, channels, given))
             while len(results) < used:
                 for rank in self._ready(results, used):
                     failed, value = self._pipes[rank].recv()
@@ -142,19 +149,22 @@ def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) 
             world_size=ranks,
             timeout=timedelta(seconds=2 * timeout),
         )
-        groups = {n: dist.new_group(list(range(n))) for n in range(1, ranks + 1)}
+        groups = {n: [dist.new_group(list(range(n)))] for n in range(1, ranks + 1)}
     except Exception:  # another rank never came: the parent says so, not a trace of this process
         with suppress(OSError):
             pipe.send((True, traceback.format_exc()))
         return
     while True:
         try:
-            job, used, given = pipe.recv()
+            job, used, channels, given = pipe.recv()
         except (EOFError, OSError):  # the parent closed the pipe, or is gone
             break
         try:
-            channel = GlooChannel(groups[used], timeout=timeout)
-            context = RankContext(rank, used, channel, groups[used])
+            own = groups[used]
+            while len(own) < channels:  # the job's ranks alone are here to make one
+                own.append(dist.new_group(list(range(used)), use_local_synchronization=True))
+            channel = over_groups(own[:channels], timeout=timeout)
+            context = RankContext(rank, used, channel, own[0])
             pipe.send((False, job(context, **given)))
         except BaseException:
             with suppress(OSError):  # the parent may have gone after another rank's error

@@ -4,16 +4,18 @@ Floor: plan. The programs run in lock step on one random 64-bit number per query
 gradient in place of tensors (one per key/value head where heads are cut into groups), modulo 2**64:
 row p must end as `q_p * (sum of the keys it sees)`, and the gradients as the matching sums. A pair
 left out, done twice, taken from a wrong row or head or folded twice changes a sum, and cancels only
-with probability 2**-64. Messages are matched block by block, and ranks that wait on each other for
-ever are named. Letters: T tokens, K key/value heads.
+with probability 2**-64. Messages are matched block by block, a relay's content is that of the
+exchange it passes on whatever the timing, and ranks that wait on each other for ever are named.
+Letters: T tokens, K key/value heads.
 """
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from .cost import LayerKind
+from .count import blocks_of
+from .mail import Mail, Parcel, PlanError, Postings
 from .plans import Plan
 from .program import (
     Attend,
@@ -22,42 +24,31 @@ from .program import (
     Fold,
     Local,
     Message,
-    Phases,
     Post,
     Program,
     Wait,
 )
 
 _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
-_Parcel = tuple[tuple[str, int, int], np.ndarray]  # (kind, head, heads) and values of one block
-
-
-class PlanError(AssertionError):
-    """A program is wrong: the message names the rank, the operation and what differs."""
-
-
-@dataclass
-class _Mail:
-    """Messages under way: the n-th from a to b meets the n-th receive that b posted for a."""
-
-    ranks: int
-    sent: dict[tuple[int, int, int], list[_Parcel]] = field(default_factory=dict)
-    counts: dict[tuple[str, int, int], int] = field(default_factory=dict)
-
-    def next(self, way: str, source: int, target: int) -> tuple[int, int, int]:
-        number = self.counts.get((way, source, target), 0)
-        self.counts[way, source, target] = number + 1
-        return source, target, number
 
 
 class _Rank:
     """One rank's arrays and position in its program."""
 
     def __init__(
-        self, rank: int, program: Program, mail: _Mail, kind: LayerKind, *, heads: int
+        self,
+        rank: int,
+        program: Program,
+        mail: Mail,
+        kind: LayerKind,
+        *,
+        heads: int,
+        backward: bool,
     ) -> None:
-        self.rank, self.program, self.mail, self.kind = rank, program, mail, kind
-        self.heads = heads
+        self.rank, self.program, self.kind = rank, program, kind
+        self.heads, self.backward = heads, backward
+        relayed = program.relayed(backward=backward)
+        self.posts = Postings(rank, mail, relayed, pack=self._pack, unpack=self._unpack)
         noise = np.random.default_rng(rank)
         self.values = [
             np.zeros((rows, heads), np.uint64)
@@ -68,7 +59,6 @@ class _Rank:
             for kind, rows in zip(program.kinds, program.rows, strict=True)
         ]
         self.written = [np.zeros(values.shape, bool) for values in self.values]
-        self.waiting_for: str = ""
 
     def rows(self, block: Block) -> np.ndarray:
         rows = self.program.rows[block.array]
@@ -82,44 +72,40 @@ class _Rank:
         stop = block.head + block.heads if block.heads else self.heads
         return slice(block.start, block.stop), slice(block.head, stop)
 
-    def run(self, phases: Phases) -> Generator[None]:
-        posted: dict[int, list[tuple[tuple[int, int, int], Message]]] = {}
-        for phase in phases:
-            for op in phase:
-                match op:
-                    case Post(tag, sends, recvs):
-                        for peer, blocks in sends:
-                            parcels = [(self._label(b), self.rows(b).copy()) for b in blocks]
-                            self.mail.sent[self.mail.next("sent", self.rank, peer)] = parcels
-                        posted[tag] = [
-                            (self.mail.next("received", m[0], self.rank), m) for m in recvs
-                        ]
-                    case Wait(tag):
-                        if tag not in posted:
-                            raise PlanError(f"rank {self.rank}: waits for {tag}, never posted")
-                        for key, (peer, blocks) in posted.pop(tag):
-                            self.waiting_for = f"rank {self.rank} waits for {peer} (tag {tag})"
-                            while key not in self.mail.sent:
-                                yield
-                            self._unpack(self.mail.sent.pop(key), blocks, peer, tag)
-                        self.waiting_for = ""
-                    case Attend(q, kv, into):
-                        self._attend(q, kv, into)
-                    case AttendGrad():
-                        self._attend_grad(op)
-                    case Fold(into, parts, how):
-                        self._fold(into, parts, how)
-                    case Local():
-                        pass  # a layer's own step moves nothing
-        if posted:
-            raise PlanError(f"rank {self.rank}: exchanges {sorted(posted)} are never waited for")
+    def run(self) -> Generator[None]:
+        posts = self.posts
+        phases = self.program.backward if self.backward else self.program.forward
+        for op in (op for phase in phases for op in phase):
+            touched = op
+            if isinstance(op, Post) and op.after >= 0:
+                touched = op._replace(sends=())  # passed on by the waiting thread itself
+            for block in blocks_of(touched):
+                posts.refuse(block)
+            match op:
+                case Post():
+                    posts.post(op)
+                case Wait(tag):
+                    yield from posts.wait(tag)
+                case Attend(q, kv, into):
+                    self._attend(q, kv, into)
+                case AttendGrad():
+                    self._attend_grad(op)
+                case Fold(into, parts, how):
+                    self._fold(into, parts, how)
+                case Local():
+                    pass  # a layer's own step moves nothing
+        if posts.pending:
+            left = sorted(posts.pending)
+            raise PlanError(f"rank {self.rank}: exchanges {left} are never waited for")
+
+    def _pack(self, blocks: Sequence[Block]) -> list[Parcel]:
+        return [(self._label(block), self.rows(block).copy()) for block in blocks]
 
     def _label(self, block: Block) -> tuple[str, int, int]:
         return self.program.kinds[block.array], block.head, block.heads
 
-    def _unpack(
-        self, parcels: Sequence[_Parcel], blocks: Sequence[Block], peer: int, tag: int
-    ) -> None:
+    def _unpack(self, parcels: Sequence[Parcel], message: Message, tag: int) -> None:
+        peer, blocks = message
         sent = [(label, len(values)) for label, values in parcels]
         expected = [(self._label(b), b.stop - b.start) for b in blocks]
         if sent != expected:
@@ -208,24 +194,33 @@ def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[_Rank]
         PlanError: on a message that does not match its receive, a send that nobody receives, or
             ranks that wait for each other for ever.
     """
-    mail = _Mail(len(programs))
+    mail = Mail()
     heads = max(int((p.blocks[:, 6] + p.blocks[:, 7]).max(initial=1)) for p in programs.values())
-    ranks = [_Rank(r, p, mail, LayerKind(), heads=heads) for r, p in programs.items()]
-    _finish(ranks, mail, backward)
+    ranks = [
+        _Rank(r, p, mail, LayerKind(), heads=heads, backward=backward) for r, p in programs.items()
+    ]
+    _finish(ranks, mail)
     return ranks
 
 
-def _finish(ranks: Sequence[_Rank], mail: _Mail, backward: bool) -> None:
-    running = {r: r.run(r.program.backward if backward else r.program.forward) for r in ranks}
+def _finish(ranks: Sequence[_Rank], mail: Mail) -> None:
+    running = {rank: rank.run() for rank in ranks}
     while running:
-        before = (len(running), len(mail.counts), sum(mail.counts.values()), len(mail.sent))
+        before = len(running), mail.events
         for rank, steps in list(running.items()):
+            rank.posts.move()
             if next(steps, "done") == "done":
                 del running[rank]
-        if before == (len(running), len(mail.counts), sum(mail.counts.values()), len(mail.sent)):
-            raise PlanError("no progress: " + "; ".join(r.waiting_for for r in running))
+        if before == (len(running), mail.events):
+            stuck = [rank.posts.waiting_for for rank in running]
+            raise PlanError("no progress: " + "; ".join([*stuck, *_unexpected(mail)]))
     if mail.sent:
-        raise PlanError(f"sent but never received (from, to, number): {sorted(mail.sent)}")
+        raise PlanError(*_unexpected(mail))
+
+
+def _unexpected(mail: Mail) -> list[str]:
+    found = sorted(set(mail.sent) - mail.expected)
+    return [f"sent but never received (channel, from, to, number): {found}"] if found else []
 
 
 def check(plan: Plan) -> None:
@@ -243,13 +238,15 @@ def check(plan: Plan) -> None:
     q, k, g = (noise.integers(0, 2**63, (tokens, heads), np.uint64) for _ in range(3))
     out, dq, dkv = _expected(plan, q, k, g)
     for backward in (False, True):
-        mail = _Mail(plan.processes)
-        states = [_Rank(r, programs[r], mail, plan.kind, heads=heads) for r in ranks]
+        mail = Mail()
+        states = [
+            _Rank(r, programs[r], mail, plan.kind, heads=heads, backward=backward) for r in ranks
+        ]
         for state in states:
             own = plan.layout.flat_rows(state.rank)
             for array, values in ((_Q, q), (_KV, k), (_GRAD, g)):
                 state.values[array][:] = values[own]
-        _finish(states, mail, backward)
+        _finish(states, mail)
         for state in states:
             own = plan.layout.flat_rows(state.rank)
             results = [(_DQ, dq), (_DKV, dkv)] if backward else [(_OUT, out)]

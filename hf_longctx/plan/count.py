@@ -6,6 +6,7 @@ Floor: plan.
 from collections import Counter
 from dataclasses import dataclass
 
+from .levels import Levels
 from .program import HOME, KINDS, Block, Fold, Local, Op, Post, Program, Wait
 
 
@@ -49,14 +50,30 @@ def block_bytes(program: Program, block: Block, widths: Widths) -> int:
     return (block.stop - block.start) * row
 
 
-def sent(program: Program, widths: Widths, *, backward: bool) -> Counter[int]:
-    """Bytes that a rank sends to each peer in one direction of one layer."""
-    total: Counter[int] = Counter()
+def sent_by_channel(program: Program, widths: Widths, *, backward: bool) -> dict[int, Counter[int]]:
+    """Bytes that a rank sends over each channel that it uses, to each peer, in one direction."""
+    total: dict[int, Counter[int]] = {}
     for phase in program.backward if backward else program.forward:
         for op in phase:
             if isinstance(op, Post):
                 for peer, blocks in op.sends:
-                    total[peer] += sum(block_bytes(program, b, widths) for b in blocks)
+                    size = sum(block_bytes(program, b, widths) for b in blocks)
+                    total.setdefault(op.channel, Counter())[peer] += size
+    return total
+
+
+def sent(program: Program, widths: Widths, *, backward: bool) -> Counter[int]:
+    """Bytes that a rank sends to each peer in one direction of one layer."""
+    return sum(sent_by_channel(program, widths, backward=backward).values(), Counter())
+
+
+def sent_by_level(
+    program: Program, widths: Widths, *, rank: int, levels: Levels, backward: bool
+) -> Counter[int]:
+    """Bytes that a rank sends over the link of each level, the outermost 0, in one direction."""
+    total: Counter[int] = Counter()
+    for peer, size in sent(program, widths, backward=backward).items():
+        total[levels.crosses(rank, peer)] += size
     return total
 
 
@@ -68,7 +85,8 @@ def sent_in_layer(program: Program, widths: Widths) -> int:
 def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]:
     """First and last operation (counted over the direction's phases) that touches each array.
 
-    A post copies what it sends; only what it receives is touched again by its wait.
+    A post copies what it sends; only what it receives is touched again by its wait. A relay copies
+    what it sends before the exchange that it passes on is waited for.
     """
     spans: dict[int, tuple[int, int]] = {}
     posted: dict[int, Post] = {}
@@ -88,7 +106,7 @@ def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]
 def blocks_of(op: Op) -> tuple[Block, ...]:
     """Every block that an operation reads or writes."""
     match op:
-        case Post(_, sends, recvs):
+        case Post(_, sends, recvs, _, _):
             return tuple(b for _, blocks in (*sends, *recvs) for b in blocks)
         case Fold(into, parts, _):
             return (into, *parts)
@@ -112,4 +130,18 @@ def peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
     for number in sorted(changes):
         live += changes[number]
         peak = max(peak, live)
+    return peak
+
+
+def message_peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
+    """Largest sum of the messages of exchanges that are posted and not waited for, both ways."""
+    posted: dict[int, int] = {}
+    peak = 0
+    for phase in program.backward if backward else program.forward:
+        for op in phase:
+            if isinstance(op, Post):
+                posted[op.tag] = sum(block_bytes(program, b, widths) for b in blocks_of(op))
+                peak = max(peak, sum(posted.values()))
+            elif isinstance(op, Wait):
+                del posted[op.tag]
     return peak

@@ -11,7 +11,7 @@ import numpy as np
 
 from .program import Program
 
-FORMAT = 1  # of a program's columns and what they mean: a server of another format is turned away
+FORMAT = 2  # of a program's columns and what they mean: a server of another format is turned away
 
 
 @dataclass(frozen=True, slots=True, eq=False)

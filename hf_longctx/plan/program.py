@@ -60,11 +60,18 @@ Message = tuple[int, tuple[Block, ...]]  # peer, blocks: one message per peer
 
 
 class Post(NamedTuple):
-    """Start an exchange: post the receives, then send. Never blocks."""
+    """Start an exchange: post the receives, then send. Never blocks.
+
+    With `after`, the tag of an exchange that is posted and not yet waited for, it is a *relay*: its
+    sends, of blocks which that one receives, leave as soon as they have arrived, wherever the
+    program is by then. `channel`: each has messages, and links where they differ, of its own.
+    """
 
     tag: int
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
+    after: int = -1
+    channel: int = 0
 
 
 class Wait(NamedTuple):
@@ -130,8 +137,8 @@ class Program:
     Args:
         arrays (`np.ndarray`): `[arrays, 2]`: kind (index into `KINDS`), rows.
         held (`np.ndarray`): `[runs, 5]`: the fields of `Held`.
-        ops (`np.ndarray`): `[operations, 4]`: direction (0 forward, 1 backward), phase, code, and
-            the operation's number (tag, step or fold).
+        ops (`np.ndarray`): `[operations, 6]`: direction (0 forward, 1 backward), phase, code, the
+            operation's number (tag, step or fold), and a post's `after` and `channel`.
         blocks (`np.ndarray`): `[blocks, 8]`: operation, role, peer, then the fields of `Block`.
         phases (`np.ndarray`): `[2]`: phases of forward and of backward.
     """
@@ -153,18 +160,19 @@ class Program:
     ) -> "Program":
         """Encode operations as columns."""
         kinds = list(KINDS)
-        ops: list[tuple[int, int, int, int]] = []
+        ops: list[tuple[int, ...]] = []
         blocks: list[tuple[int, ...]] = []
         for direction, phases in enumerate((forward, backward)):
             for phase, operations in enumerate(phases):
                 for op in operations:
                     number, of_op = _encode(op)
                     blocks += [(len(ops), role, peer, *block) for role, peer, block in of_op]
-                    ops.append((direction, phase, _CODES.index(type(op)), number))
+                    route = (op.after, op.channel) if isinstance(op, Post) else (-1, 0)
+                    ops.append((direction, phase, _CODES.index(type(op)), number, *route))
         return cls(
             _columns([(kinds.index(kind), rows) for kind, rows in arrays], 2),
             _columns(held, 5),
-            _columns(ops, 4),
+            _columns(ops, 6),
             _columns(blocks, 8),
             np.asarray([len(forward), len(backward)], np.int32),
         )
@@ -218,9 +226,14 @@ class Program:
         phases: list[list[Op]] = [[] for _ in range(int(self.phases[direction]))]
         for row, blocks in zip(self.ops.tolist(), of_op, strict=True):
             if row[0] == direction:
-                op = _decode(_CODES[row[2]], row[3], [(b[0], b[1], Block(*b[2:])) for b in blocks])
-                phases[row[1]].append(op)
+                of_code = [(b[0], b[1], Block(*b[2:])) for b in blocks]
+                phases[row[1]].append(_decode(row[2:], of_code))
         return tuple(map(tuple, phases))
+
+    def relayed(self, *, backward: bool) -> frozenset[int]:
+        """Tags of the exchanges of one direction that relays pass on."""
+        after = self.ops[self.ops[:, 0] == int(backward), 4]
+        return frozenset(after[after >= 0].tolist())
 
     def to_json(self) -> dict[str, list[Any]]:
         """A plain form that can be kept, diffed and read back."""
@@ -235,12 +248,12 @@ class Program:
         return json.dumps(self.to_json())
 
 
-_COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 4, "blocks": 8, "phases": 0}
+_COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 6, "blocks": 8, "phases": 0}
 
 
 def _columns(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
     columns = np.asarray(rows, np.int32)
-    return columns.reshape(-1, width) if width else columns
+    return columns.reshape(len(columns), width) if width else columns  # others are refused
 
 
 _Encoded = list[tuple[int, int, Block]]  # role, peer, block
@@ -248,7 +261,7 @@ _Encoded = list[tuple[int, int, Block]]  # role, peer, block
 
 def _encode(op: Op) -> tuple[int, _Encoded]:
     match op:
-        case Post(tag, sends, recvs):
+        case Post(tag, sends, recvs, _, _):
             roles = enumerate((sends, recvs))
             return tag, [(role, p, b) for role, ms in roles for p, blocks in ms for b in blocks]
         case Wait(tag):
@@ -269,9 +282,11 @@ def _messages(blocks: _Encoded, role: int) -> tuple[Message, ...]:
     return tuple((peer, tuple(of_peer)) for peer, of_peer in by_peer.items())
 
 
-def _decode(code: Callable[..., Any], number: int, blocks: _Encoded) -> Op:
+def _decode(row: Sequence[int], blocks: _Encoded) -> Op:
+    number, after, channel = row[1:]
+    code: Callable[..., Any] = _CODES[row[0]]
     if code is Post:
-        return Post(number, _messages(blocks, 0), _messages(blocks, 1))
+        return Post(number, _messages(blocks, 0), _messages(blocks, 1), after, channel)
     if code is Wait:
         return Wait(number)
     if code is Fold:

@@ -272,7 +272,7 @@ def _exchange(tag: int, heads: Heads, sides: _Sides) -> tuple[list[Op], list[Op]
         )
         for side in sides
     ]
-    return ([Post(tag, *pack)], [Wait(tag)]) if any(pack) else ([], [])
+    return ([Post(tag, pack[0], pack[1])], [Wait(tag)]) if any(pack) else ([], [])
 
 
 def _some(heads: Heads, block: Block) -> Block:

@@ -6,6 +6,7 @@ Floor: runtime.
 from dataclasses import dataclass, field
 
 from ..comm.channels import Channel
+from ..comm.relaying import sent_over_all
 from .executor import Account
 from .requests import Caller
 
@@ -28,4 +29,4 @@ class Runtime:
     @property
     def sent_bytes(self) -> int:
         """Bytes this rank has sent to its peers."""
-        return sum(self.channel.sent.values()) if self.channel else 0
+        return sent_over_all(self.channel) if self.channel else 0

@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..comm.channels import Channel, Exchange
+from ..comm.arrivals import Exchange
+from ..comm.channels import Channel
 from ..kernels import softmax
 from ..kernels.pieces import Call, Task, calls
 from ..kernels.softmax import Scoring
@@ -32,6 +33,7 @@ from ..plan.program import (
     Wait,
 )
 from . import messages
+from .exchanges import Exchanges
 from .folds import fold
 
 Fields = dict[str, Tensor]
@@ -99,6 +101,7 @@ class Account:
         waited (`float`): Seconds blocked in waits.
         attending (`float`): Seconds in attention kernels, by `clock`.
         peak_bytes (`int`): Largest sum of live transient arrays in one layer.
+        message_peak_bytes (`int`): Largest sum of messages that are posted and not waited for.
         layers (`set[int]`): Layers that called.
         half (`int`): Half of a batch that ran last.
         switches (`int`): How often one half's phase came after the other's.
@@ -111,6 +114,7 @@ class Account:
     waited: float = 0.0
     attending: float = 0.0
     peak_bytes: int = 0
+    message_peak_bytes: int = 0
     layers: set[int] = field(default_factory=set)
     half: int = 0
     switches: int = 0
@@ -145,11 +149,11 @@ class Execution:
     ) -> None:
         self.program, self.widths, self.dtype = program, widths, dtype
         self.wide = torch.promote_types(dtype, torch.float32)
-        self.backward, self.channel, self.local = backward, channel, local
+        self.backward, self.local = backward, local
         self.scoring = scoring or Scoring()
         self.account = account or Account()
         self.arrays: dict[int, Fields] = {}
-        self._pending: dict[int, tuple[Exchange, list[tuple[Tensor, tuple[Block, ...]]]]] = {}
+        self._exchanges = Exchanges(program, backward=backward, channel=channel, views=self._views)
         self._live = 0
         self._last_use = {a: last for a, (_, last) in self._lifetimes().items()}
         self._number = 0
@@ -209,12 +213,11 @@ class Execution:
         for step in _steps(self.program, *sees, self.backward)[number]:
             match step:
                 case Post():
-                    self._post(step, number)
+                    self._exchanges.post(step, phase=number)
+                    peak = max(self.account.message_peak_bytes, self._exchanges.peak_bytes)
+                    self.account.message_peak_bytes = peak
                 case Wait(tag):
-                    exchange, parcels = self._pending.pop(tag)
-                    yield exchange
-                    for data, blocks in parcels:
-                        messages.unpack(data, self._all_views(blocks))
+                    yield from self._exchanges.wait(tag)
                 case Fold(into, parts, how):
                     fold(how, self._views(into), [self._views(part) for part in parts])
                 case Local(own, into):
@@ -229,24 +232,6 @@ class Execution:
         for array in [a for a in self.arrays if a >= len(HOME)]:
             if self._last_use[array] < self._number:
                 self._live -= _bytes(self.arrays.pop(array))
-
-    def _post(self, op: Post, phase: int) -> None:
-        assert self.channel is not None, "a program that exchanges needs a channel"
-        recvs: list[tuple[int, Tensor, tuple[Block, ...]]] = []
-        for peer, blocks in op.recvs:
-            data = torch.empty(messages.size(self._all_views(blocks)), dtype=torch.uint8)
-            recvs.append((peer, data, blocks))
-        sends = [(peer, messages.pack(self._all_views(blocks))) for peer, blocks in op.sends]
-        direction = "backward" if self.backward else "forward"
-        exchange = self.channel.post(
-            sends,
-            [(peer, data) for peer, data, _ in recvs],
-            what=f"exchange {op.tag} of {direction} phase {phase}",
-        )
-        self._pending[op.tag] = exchange, [(data, blocks) for _, data, blocks in recvs]
-
-    def _all_views(self, blocks: Iterable[Block]) -> list[Tensor]:
-        return [view for block in blocks for view in self._views(block)]
 
     def _attend(self, step: _Kernels) -> None:
         started = self.account.clock()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.channels import EXCHANGE_SECONDS, GlooChannel
+from ..comm.channels import EXCHANGE_SECONDS, GlooChannel, over_groups
 from ..runtime.binding import Runtime
 from .servers import Servers
 
@@ -132,13 +132,14 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def join(group: Group, *, default_seconds: float) -> Runtime:
+def join(group: Group, *, default_seconds: float, channels: int = 1) -> Runtime:
     """This process's runtime: every trainer builds the groups' channels in one order.
 
     Args:
         group (`Group`): Where this process is.
         default_seconds (`float`): Longest wait in the default group, whose gloo time-out Trainer
             leaves at 30 minutes on the CPU; see `exchange_seconds` for an exchange.
+        channels (`int`, *optional*, defaults to 1): That a plan uses: two per level of a topology.
     """
     end_with_launcher()
     if group.trainers > 1 and dist.get_backend() == "gloo":
@@ -147,16 +148,34 @@ def join(group: Group, *, default_seconds: float) -> Runtime:
     if group.size == 1:
         return Runtime()
     seconds = exchange_seconds(default_seconds)
-    mine: dist.ProcessGroup | None = None
-    for index in range(group.groups):
-        members = list(range(index * group.size, (index + 1) * group.size))
-        made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
-        if index == group.index:
-            mine = made
-    assert mine is not None
-    channel = GlooChannel(mine, timeout=seconds)
+    mine: list[dist.ProcessGroup] = []
+    for _ in range(channels):
+        for index in range(group.groups):
+            members = list(range(index * group.size, (index + 1) * group.size))
+            made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
+            if index == group.index:
+                mine.append(made)
+    channel = over_groups(mine, timeout=seconds)
     atexit.register(channel.close)
     return Runtime(channel=channel)
+
+
+def widen(channel: GlooChannel, group: Group, *, channels: int) -> None:
+    """Add channels, until there are so many; all ranks of the group call this at once.
+
+    Args:
+        channel (`GlooChannel`): Between the ranks of the group.
+        group (`Group`): Where this process is.
+        channels (`int`): That a plan uses: two per level of a topology.
+    """
+    members = list(range(group.index * group.size, (group.index + 1) * group.size))
+    for number in range(1 + len(channel.more), channels):
+        made = dist.new_group(
+            members, backend="gloo", timeout=channel.timeout, use_local_synchronization=True
+        )  # the other groups may have fewer levels
+        further = GlooChannel(made, timeout=channel.timeout.total_seconds())
+        further.agree(number, what="a channel's number")  # warm, before the first step
+        channel.more = (*channel.more, further)
 
 
 def servers_for(runtime: Runtime, group: Group, arguments: Any, *, name: str) -> Servers:

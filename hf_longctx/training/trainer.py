@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from ..arguments import NESTED, LongCtxArguments
 from ..attention.kinds import say_whole_exchanges
+from ..comm.channels import GlooChannel
 from ..comm.places import own_place
 from ..comm.topology import Topology, find_topology, given_levels
 from ..data.documents import columns_in
@@ -31,7 +32,7 @@ from .callback import LongCtxCallback
 from .collators import leave_out, refuse_other_targets, say_left_out
 from .costs import shared_costs
 from .evaluation import EvaluationMixin
-from .groups import find_group, join, servers_for
+from .groups import find_group, join, servers_for, widen
 from .halves import run_halves
 from .loaders import Loaders
 from .loss import refuse_other_losses
@@ -189,13 +190,16 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
     def _find_levels(self) -> Levels | None:
         """The nested domains of the group's ranks, under a name that looks at them; found once."""
         if self.longctx_topology is None and self.longctx_attention in NESTED:
-            before = self._exchanged()
+            before, channel = self._exchanged(), self.longctx_runtime.channel
             self.longctx_topology = find_topology(
                 self.args.longctx_topology,
                 ranks=self.longctx_group.size,
-                channel=self.longctx_runtime.channel,
+                channel=channel,
                 place=own_place(self.accelerator.device),
             )
+            if isinstance(channel, GlooChannel):
+                channels = self.longctx_topology.levels.channels
+                widen(channel, self.longctx_group, channels=channels)
             self._logged += self._exchanged() - before  # the log counts what steps send
         return self.longctx_topology.levels if self.longctx_topology else None
 

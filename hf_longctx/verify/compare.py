@@ -19,6 +19,7 @@ from ..arguments import LongCtxArguments
 from ..attention.kinds import say_whole_exchanges
 from ..comm.processes import RankPool
 from ..comm.topology import given_levels
+from ..plan.levels import Levels
 from ..support import refuse_model, refuse_pingpong
 from .ranks import Case, RankResult, run_rank
 from .twins import (
@@ -197,17 +198,18 @@ def verify(
     if dtype == "bf16":
         plain = errors(run_reference(case, name="eager", dtype=DTYPES[dtype]), twin)
     kinds = ("reentrant", "nonreentrant") if checkpointing else ("none",)
+    used = {"ranks": ranks, "channels": (case.topology or Levels((ranks,))).channels}
     own = pool or RankPool(ranks)
     report: dict[str, Any] = {}
     try:
         for kind in kinds:
             checked = replace(case, checkpointing=kind)
             logger.info("%d ranks, %s in %s, checkpointing %s", ranks, name, dtype, kind)
-            results = own.run(run_rank, ranks=ranks, case=checked)
+            results = own.run(run_rank, case=checked, **used)
             in_float32 = results
             if dtype != "float32":
                 logger.info("%d ranks, %s in float32, checkpointing %s", ranks, name, kind)
-                in_float32 = own.run(run_rank, ranks=ranks, case=replace(checked, dtype="float32"))
+                in_float32 = own.run(run_rank, case=replace(checked, dtype="float32"), **used)
             found = _report(checked, results, in_float32, twin, stock)
             report = {k: max(v, report.get(k, v)) for k, v in found.items()}
     finally:
