@@ -1,6 +1,7 @@
 """Exact attention across ranks for long, uneven documents, behind one Transformers flag.
 
-Importing this package registers the attention names `distca` and `ring`; nothing else happens.
+Importing this package registers the attention names `distca`, `charm`, `ring`, `ulysses`; nothing
+else happens.
 """
 
 from .arguments import LongCtxArguments, LongCtxTrainingArguments

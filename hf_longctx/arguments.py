@@ -5,6 +5,7 @@ Floor: arguments. `LongCtxArguments` works with `HfArgumentParser` and `TrlParse
 """
 
 import logging
+import re
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -21,12 +22,13 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
     "longctx_server_devices": (None, "cpu"),
-    "longctx_topology": ("auto",),
-    "longctx_ulysses_size": (1,),
     "longctx_scan": ("auto",),
     "longctx_softmax": ("distca",),
     "longctx_verify": ("off",),
 }
+
+
+NESTED = ("charm", "ring", "ulysses")  # attention names that look at domains of ranks
 
 
 def _flag(default: Any, help: str) -> Any:
@@ -44,7 +46,9 @@ class LongCtxArguments:
         None, "Ranks that share one batch; must divide the trainers. Default: all trainers."
     )
     longctx_layout: Literal["auto", "contiguous", "zigzag", "spread"] = _flag(
-        "auto", "How documents are cut over ranks. auto: spread for distca, zigzag for ring."
+        "auto",
+        "How documents are cut over ranks. auto: spread for distca, zigzag for charm and ring, "
+        "contiguous for ulysses.",
     )
     longctx_balance: Literal["none", "tokens", "attention"] = _flag(
         "tokens", "How packs are filled: none keeps the order, tokens fits documents best."
@@ -90,8 +94,17 @@ class LongCtxArguments:
         "Bytes of queries, keys, values and results that a server may hold of a layer; it gets "
         "less work where that would not fit. Messages take as much again for a moment.",
     )
-    longctx_topology: str = _flag("auto", "Nodes x ranks, as 2x4. Only auto is built yet.")
-    longctx_ulysses_size: int = _flag(1, "Ranks that exchange heads. Only 1 is built yet.")
+    longctx_topology: str = _flag(
+        "auto",
+        "Nested domains of a group's ranks (charm, ring, ulysses), outermost first: 2x4 is 2 nodes "
+        "of 4 ranks, and 8 is the group size. auto: as the launcher and the machine tell, where "
+        "measured links bear it out; the log says which.",
+    )
+    longctx_ulysses_size: int = _flag(
+        1,
+        "Ranks of a domain that exchange heads, while keys and values travel between domains. 1: "
+        "ulysses exchanges heads over all ranks, ring and charm exchange none.",
+    )
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
         "auto", "Scan of linear-attention states. Only auto is built yet."
     )
@@ -152,6 +165,16 @@ class LongCtxArguments:
                 f"longctx_server_memory={self.longctx_server_memory} must be at least 1; leave it "
                 "out for no limit"
             )
+        if not re.fullmatch(r"auto|[1-9]\d*(x[1-9]\d*)*", self.longctx_topology):
+            raise ValueError(
+                f"longctx_topology={self.longctx_topology!r}: write nodes x ranks, outermost "
+                "first, as 2x4, or auto"
+            )
+        if self.longctx_ulysses_size < 1:
+            raise ValueError(
+                f"longctx_ulysses_size={self.longctx_ulysses_size} must be at least 1, and divide "
+                "the ranks that share a batch"
+            )
         data_seed = getattr(self, "data_seed", None)  # a field of TrainingArguments
         _refuse_type("data_seed", data_seed, hint=int | None, default=None)
         if data_seed is not None and data_seed < 0:
@@ -164,10 +187,25 @@ class LongCtxArguments:
                 )
 
     def layout_for(self, name: str) -> str:
-        """The layout under an attention name: `auto` is spread for distca, zigzag for ring."""
+        """The layout under an attention name; `auto` suits its plans."""
         if self.longctx_layout != "auto":
             return self.longctx_layout
-        return {"distca": "spread", "ring": "zigzag"}.get(name, "contiguous")
+        suited = {"distca": "spread", "charm": "zigzag", "ring": "zigzag"}
+        return suited.get(name, "contiguous")
+
+    def check_domains(self, name: str) -> None:
+        """Refuse flags of nested domains under an attention name whose plans know none.
+
+        Raises:
+            ValueError: naming the flag, its value, the rule and the remedy.
+        """
+        for flag, default in (("longctx_topology", "auto"), ("longctx_ulysses_size", 1)):
+            value = getattr(self, flag)
+            if value != default and name not in NESTED:
+                raise ValueError(
+                    f"{flag}={value} under attn_implementation={name!r}: its plans know no "
+                    f"domains; leave it at {default}, or use one of {', '.join(NESTED)}"
+                )
 
     def plan_overlap(self, name: str) -> str:
         """What plans overlap under an attention name.

@@ -13,7 +13,13 @@ from typing import Any
 from .cli_common import add_json, progress, show
 
 # Flags whose values change what verify runs.
-VERIFIED = ("longctx_layout", "longctx_tolerance", "longctx_overlap")
+VERIFIED = (
+    "longctx_layout",
+    "longctx_tolerance",
+    "longctx_overlap",
+    "longctx_topology",
+    "longctx_ulysses_size",
+)
 
 
 def add_verify(commands: Any) -> None:
@@ -36,7 +42,9 @@ def add_verify(commands: Any) -> None:
         ),
     )
     verify.add_argument("--model", required=True, help="checkpoint folder or config JSON")
-    verify.add_argument("--attn_implementation", required=True, help="distca or ring")
+    verify.add_argument(
+        "--attn_implementation", required=True, help="distca, charm, ring or ulysses"
+    )
     verify.add_argument("--ranks", type=int, required=True, help="processes to start")
     verify.add_argument(
         "--servers",

@@ -43,7 +43,8 @@ class ModelArguments:
         default="float32", metadata={"help": "Of the weights. auto: as the checkpoint has them."}
     )
     attn_implementation: str = field(
-        default="distca", metadata={"help": "How attention runs across ranks: distca or ring."}
+        default="distca",
+        metadata={"help": "How attention runs across ranks: distca, charm, ring or ulysses."},
     )
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from train_cases import CASES, RUNS, Case, arguments, main
+from train_cases import CASES, RUNS, UNEVEN, Case, arguments, main
 
 Row = dict[str, list[int]]
 TWO_AND_SIX: list[Row] = [{"input_ids": [1] * 3}, {"input_ids": [3] * 7}]
@@ -31,6 +31,11 @@ NUMBERS: dict[str, tuple[list[Row], dict[str, Any]]] = {
 }
 
 FOUR = {
+    "nested": Case(
+        lengths=UNEVEN,
+        name="ring",
+        options={"longctx_max_tokens_per_rank": 40, "longctx_topology": "2x2"},
+    ),
     "twelve_packs_of_two": Case(
         lengths=(48,) * 12,
         options={

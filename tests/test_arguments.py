@@ -14,6 +14,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_longctx import LongCtxArguments, LongCtxTrainer, LongCtxTrainingArguments
+from hf_longctx.arguments import NESTED
+from hf_longctx.support import NAMES
 from hf_longctx.training.groups import find_group
 
 SMALL = Case(lengths=(20, 9))
@@ -48,8 +50,9 @@ SMALL = Case(lengths=(20, 9))
         ({"longctx_server_devices": "cuda"}, "longctx_server_devices='cuda' is not built yet"),
         ({"longctx_server_timeout": 0.0}, "longctx_server_timeout=0.0 must be above 0; 30 is"),
         ({"longctx_server_memory": 0}, "longctx_server_memory=0 must be at least 1; leave it out"),
-        ({"longctx_topology": "2x4"}, "longctx_topology='2x4' is not built yet"),
-        ({"longctx_ulysses_size": 2}, "longctx_ulysses_size=2 is not built yet"),
+        ({"longctx_topology": "2*4"}, "longctx_topology='2*4': write nodes x ranks, outermost"),
+        ({"longctx_topology": "2x0"}, "longctx_topology='2x0': write nodes x ranks, outermost"),
+        ({"longctx_ulysses_size": 0}, "longctx_ulysses_size=0 must be at least 1, and divide"),
         ({"longctx_scan": "tree"}, "longctx_scan='tree' is not built yet"),
         ({"longctx_softmax": "ring"}, "longctx_softmax='ring' is not built yet"),
         ({"longctx_verify": "always"}, "longctx_verify='always' is not built yet"),
@@ -60,6 +63,35 @@ def test_values_are_refused_by_name(tmp_path, given, message):
     for make in (LongCtxArguments, lambda **x: arguments(SMALL, tmp_path, **x)):
         with pytest.raises(ValueError, match=re.escape(message)):
             make(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"longctx_topology": "2x4"}, "longctx_topology=2x4 under attn_implementation='distca'"),
+        ({"longctx_topology": "2x4"}, "leave it at auto, or use one of charm, ring, ulysses"),
+        ({"longctx_ulysses_size": 2}, "longctx_ulysses_size=2 under attn_implementation='distca'"),
+    ],
+)
+def test_domains_are_refused_where_plans_know_none(given, message):
+    made = LongCtxArguments(**given)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        made.check_domains("distca")
+    for name in NESTED:
+        made.check_domains(name)
+    LongCtxArguments().check_domains("distca")
+
+
+def test_the_layout_suits_the_name():
+    suited = {"distca": "spread", "charm": "zigzag", "ring": "zigzag", "ulysses": "contiguous"}
+    assert {name: LongCtxArguments().layout_for(name) for name in NAMES} == suited
+    assert LongCtxArguments(longctx_layout="spread").layout_for("charm") == "spread"
+
+
+def test_a_topology_of_other_ranks_is_refused_before_the_first_step(tmp_path):
+    given = arguments(SMALL, tmp_path, longctx_topology="2x2")
+    with pytest.raises(ValueError, match="longctx_topology=2x2 holds 4 ranks, but 1 share a batch"):
+        LongCtxTrainer(model=tiny("ring"), args=given, train_dataset=documents([9]))
 
 
 def test_values_of_the_right_type_are_taken(tmp_path):

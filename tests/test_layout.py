@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hf_longctx.intervals import intersect, length, subtract, union
 from hf_longctx.plan.cost import GRANULE, entries, max_over_mean
 from hf_longctx.plan.layout import LAYOUTS, Layout, cut
+from hf_longctx.plan.levels import Levels
 
 RANKS = st.integers(1, 9)
 RANGES = st.tuples(st.integers(0, 20), st.integers(0, 20))
@@ -121,6 +122,75 @@ def test_spread_leaves_work_for_the_short_documents_that_fill_a_rank() -> None:
     made = cut(lengths, ranks=4, layout="spread")
     assert max_over_mean(work(made)) <= 1.005
     assert made.spanning_documents <= 2 + 3  # and as few cut as there are edges to fill
+
+
+NESTED = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda x: Levels(tuple(x)))
+
+
+def domains(layout: Layout, levels: Levels, document: int) -> set[int]:
+    """The outermost domains in which a document lies."""
+    return {levels.coordinates(s.rank)[0] for s in layout.by_document[document]}
+
+
+@examples(300)
+@given(lengths=LENGTHS, levels=NESTED, odd=st.integers(0, 20))
+def test_levels_leave_each_token_once_and_tokens_equal(
+    lengths: list[int], levels: Levels, odd: int
+) -> None:
+    made = cut(lengths, ranks=levels.ranks, layout="zigzag", levels=levels, odd=odd)
+    rows = [made.rows(rank) for rank in range(levels.ranks)]
+    assert max(rows) - min(rows) <= 1
+    assert sorted(flat(made).tolist()) == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "spanning"),
+    [
+        ([64, 64], (2, 4), 0),
+        ([32, 96], (4, 2), 1),  # three nodes' worth goes over the other three
+        ([10, 20, 30, 40, 50, 50], (2, 4), 0),
+        ([96, 32, 32, 32], (2, 1), 0),
+        ([100, 100, 100, 100], (2, 2, 2), 0),
+        ([150, 50], (2, 4), 1),
+        ([60, 60, 60, 20], (2, 4), 1),  # cut where no node has room left
+        ([10, *[30] * 6, 10], (2, 2, 2), 0),
+    ],
+    ids=str,
+)
+def test_a_document_that_fits_in_a_domain_stays_inside(
+    lengths: list[int], sizes: tuple[int, ...], spanning: int
+) -> None:
+    levels = Levels(sizes)
+    made = cut(lengths, ranks=levels.ranks, layout="zigzag", levels=levels)
+    inside = [len(domains(made, levels, document)) == 1 for document in range(len(lengths))]
+    assert inside.count(False) == spanning
+
+
+def test_levels_are_nested() -> None:
+    levels = Levels((2, 2, 2))
+    made = cut([400, 200, 100, 100], ranks=8, layout="zigzag", levels=levels)
+    held = [sorted({s.rank for s in made.by_document[d]}) for d in range(4)]
+    assert held == [[0, 1, 2, 3], [4, 5], [6, 7], [6, 7]]
+
+
+@given(lengths=LENGTHS, ranks=RANKS)
+def test_one_level_is_the_flat_zigzag(lengths: list[int], ranks: int) -> None:
+    flat_one = cut(lengths, ranks=ranks, layout="zigzag")
+    made = cut(lengths, ranks=ranks, layout="zigzag", levels=Levels((1, ranks)))
+    assert (made.columns == flat_one.columns).all()
+
+
+def test_only_what_is_longer_than_a_domain_spans_it_and_work_is_even() -> None:
+    lengths = [60000, 6000, 5000, *[900, 1100, 1700] * 9, *[17] * 100]
+    levels = Levels((2, 4))
+    made = cut(lengths, ranks=8, layout="zigzag", levels=levels)
+    assert [d for d in range(len(lengths)) if len(domains(made, levels, d)) > 1] == [0]
+    assert max_over_mean(work(made)) <= 1.02
+
+
+def test_levels_of_other_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="levels 2x4 hold 8 ranks, but the layout has 4"):
+        cut([8], ranks=4, layout="zigzag", levels=Levels((2, 4)))
 
 
 @every_layout

@@ -44,7 +44,7 @@ def run(
     """Compute one layer's attention under one of our names.
 
     Args:
-        algorithm (`str`): The planner, `distca` or `ring`.
+        algorithm (`str`): The planner, one of `plan.plans.ALGORITHMS`.
         module (`nn.Module`): The attention module that calls.
         query (`Tensor`): `[B, H, S, D]`, rotated.
         key, value (`Tensor`): `[B, K, S, D]`; longer than S when decoding onto a cache.

@@ -8,11 +8,18 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .charm import charm_attention
 from .distca import distca_attention
 from .masks import attention_mask
 from .ring import ring_attention
+from .ulysses import ulysses_attention
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"distca": distca_attention, "ring": ring_attention}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "charm": charm_attention,
+    "distca": distca_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+}
 
 
 def register(names: Iterable[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..plan.cost import LayerKind
 from ..plan.halves import Halves
 from ..plan.layout import Layout
+from ..plan.levels import Levels
 from ..plan.measured import CostTable
 from ..plan.plans import Plan, make_plan
 
@@ -84,6 +85,8 @@ class LongCtxBatch:
         turn (`Callable`, *optional*): Hands over to the other half, while a forward of both runs;
             never pickled.
         overlap (`str`, *optional*, defaults to `none`): Of the plans: `none` or `heads`.
+        topology (`Levels`, *optional*): Nested domains of the ranks, for the plans.
+        ulysses_size (`int`, *optional*, defaults to 1): Of the plans.
         costs (`CostTable`, *optional*): Balances seconds in place of score entries; never pickled,
             and the same on every rank.
     """
@@ -102,6 +105,8 @@ class LongCtxBatch:
     half: int = 0
     turn: Callable[[], None] | None = None
     overlap: str = "none"
+    topology: Levels | None = None
+    ulysses_size: int = 1
     costs: CostTable | None = None
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
@@ -126,7 +131,8 @@ class LongCtxBatch:
         if key not in self._plans:
             self._plans[key] = make_plan(
                 algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds,
-                overlap=self.overlap, costs=self.costs,
+                overlap=self.overlap, costs=self.costs, topology=self.topology,
+                ulysses_size=self.ulysses_size,
             )  # fmt: skip
         return self._plans[key]
 

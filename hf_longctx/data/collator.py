@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from ..plan.halves import halve
 from ..plan.layout import cut
+from ..plan.levels import Levels
 from .batch import KEY, LongCtxBatch, halved
 from .packing import Pack, Piece
 from .targets import IGNORE, piece_targets
@@ -55,6 +56,8 @@ class LongCtxCollator:
         halves (`bool`, *optional*, defaults to `False`): Make two halves of each batch that can be
             split; see `plan.halves.halve`.
         overlap (`str`, *optional*, defaults to `none`): Passed to the plan.
+        topology (`Levels`, *optional*): Nested domains of the ranks, for layout and plan.
+        ulysses_size (`int`, *optional*, defaults to 1): Passed to the plan.
     """
 
     rank: int
@@ -64,6 +67,8 @@ class LongCtxCollator:
     budget: int
     halves: bool = False
     overlap: str = "none"
+    topology: Levels | None = None
+    ulysses_size: int = 1
 
     def __call__(self, items: Sequence[_Item]) -> dict[str, Any]:
         """Inputs of one rank: `input_ids`, `labels`, `shift_labels`, `position_ids`, each int64
@@ -77,7 +82,10 @@ class LongCtxCollator:
         if filler:
             lengths.append(filler)
         halves = self.halves and halve(lengths, ranks=self.ranks, layout=self.layout)
-        layout = halves.whole if halves else cut(lengths, ranks=self.ranks, layout=self.layout)
+        if halves:
+            layout = halves.whole
+        else:
+            layout = cut(lengths, ranks=self.ranks, layout=self.layout, levels=self.topology)
         columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": [], "shift_labels": []}
         segments = layout.of_rank(self.rank)
         held = {
@@ -106,6 +114,8 @@ class LongCtxCollator:
             pieces=pieces,
             halves=halved(halves, self.rank, tolerance=self.tolerance) if halves else (),
             overlap=self.overlap,
+            topology=self.topology,
+            ulysses_size=self.ulysses_size,
         )
         return inputs
 

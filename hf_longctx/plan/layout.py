@@ -5,15 +5,16 @@ by document and position, so a rank's rows of one document read from left to rig
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
-from ..intervals import Range
-from .spread import spread
+from .levels import Levels
+from .placed import zigzag
+from .spread import Share, spread
 
 LAYOUTS = ("contiguous", "zigzag", "spread")
 
@@ -97,7 +98,14 @@ class Layout:
         return sum(len({s.rank for s in held}) > 1 for held in self.by_document.values())
 
 
-def cut(lengths: Sequence[int], *, ranks: int, layout: str, odd: int = 0) -> Layout:
+def cut(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    layout: str,
+    odd: int = 0,
+    levels: Levels | None = None,
+) -> Layout:
     """Cut documents over ranks.
 
     Args:
@@ -116,12 +124,19 @@ def cut(lengths: Sequence[int], *, ranks: int, layout: str, odd: int = 0) -> Lay
         raise ValueError(f"longctx_layout={layout!r} is not built yet; use one of {LAYOUTS}")
     if ranks < 1:
         raise ValueError(f"a layout needs at least one rank, got ranks={ranks}")
+    levels = levels or Levels((ranks,))
+    if levels.ranks != ranks:
+        raise ValueError(f"levels {levels} hold {levels.ranks} ranks, but the layout has {ranks}")
     if not len(lengths) or min(lengths) < 1:
         raise ValueError(f"a batch needs documents of at least one token, got lengths {lengths}")
     total = int(sum(lengths))
     room = [total // ranks + ((r - odd) % ranks < total % ranks) for r in range(ranks)]
-    place = {"contiguous": _contiguous, "zigzag": _zigzag, "spread": spread}[layout]
-    shares = np.asarray(list(place(list(map(int, lengths)), list(room))), np.int64)
+    place: dict[str, Callable[[list[int], list[int]], Iterator[Share]]] = {
+        "contiguous": _contiguous,
+        "zigzag": partial(zigzag, levels=levels),
+        "spread": spread,
+    }
+    shares = np.asarray(list(place[layout](list(map(int, lengths)), list(room))), np.int64)
     rank, document, start, stop = shares[np.lexsort(shares.T[[2, 1, 0]])].T
     opens = np.append(True, (rank[1:] != rank[:-1]) | (document[1:] != document[:-1])
                       | (start[1:] != stop[:-1]))  # fmt: skip
@@ -135,46 +150,15 @@ def cut(lengths: Sequence[int], *, ranks: int, layout: str, odd: int = 0) -> Lay
     return Layout(np.asarray(lengths, np.int32), ranks, columns)
 
 
-_Share = tuple[int, int, int, int]  # rank, document, start, stop
-
-
-def _contiguous(lengths: list[int], room: list[int]) -> Iterator[_Share]:
-    yield from _fill([(d, (0, n)) for d, n in enumerate(lengths)], room)
-
-
-def _zigzag(lengths: list[int], room: list[int]) -> Iterator[_Share]:
-    """Rank r takes pieces r and 2 ranks - 1 - r of each document, all of nearly equal size.
-
-    Tokens that do not divide go one each to the pieces of the ranks with the most room, so nothing
-    is padded; where a rank is full before its piece ends, the rest goes where there is room.
-    """
-    ranks, rest = len(room), []
-    for document, n in enumerate(lengths):
-        size, extra = divmod(n, 2 * ranks)
-        sizes = [size] * (2 * ranks)
-        roomy = sorted(range(ranks), key=lambda r: (-room[r], r))
-        for piece in [*roomy, *(2 * ranks - 1 - r for r in roomy)][:extra]:
-            sizes[piece] += 1
-        start = 0
-        for piece, size in enumerate(sizes):
-            rank = min(piece, 2 * ranks - 1 - piece)
-            held = min(size, room[rank])
-            if held:
-                yield rank, document, start, start + held
-                room[rank] -= held
-            rest.append((document, (start + held, start + size)))
-            start += size
-    yield from _fill(rest, room)
-
-
-def _fill(pieces: list[tuple[int, Range]], room: list[int]) -> Iterator[_Share]:
-    """Pour pieces into the ranks' free room in rank order, cutting where a rank is full."""
+def _contiguous(lengths: list[int], room: list[int]) -> Iterator[Share]:
+    """Documents end to end, cut where a rank is full."""
     rank = 0
-    for document, (start, stop) in pieces:
-        while start < stop:
+    for document, n in enumerate(lengths):
+        start = 0
+        while start < n:
             while not room[rank]:
                 rank += 1
-            taken = min(room[rank], stop - start)
+            taken = min(room[rank], n - start)
             yield rank, document, start, start + taken
             room[rank] -= taken
             start += taken

@@ -47,6 +47,11 @@ class Levels:
         """Ranks altogether."""
         return prod(self.sizes)
 
+    @property
+    def channels(self) -> int:
+        """Channels that plans use: of each level one for keys and values, one for gradients."""
+        return 2 * len(self.sizes)
+
     def below(self, level: int) -> int:
         """Ranks of one member of a domain at `level`."""
         return prod(self.sizes[level + 1 :])

@@ -6,12 +6,12 @@ Floor: support.
 
 from typing import Any
 
-from .rules import Rule, refuse
+from .rules import NAMES, Rule, refuse
 
 
 def _phaseless(subject: tuple[str, Any]) -> object:
     name, _ = subject
-    return f"attn_implementation={name}" if name == "ring" else None
+    return f"attn_implementation={name}" if name != "distca" else None
 
 
 def _gathers_again(subject: tuple[str, Any]) -> object:
@@ -53,7 +53,7 @@ PINGPONG_RULES: tuple[Rule, ...] = (
         "all its exchanges lie within one phase, so there is no place to hand over to the other "
         "half",
         "use distca, or longctx_overlap=none",
-        names=("ring",),
+        names=tuple(name for name in NAMES if name != "distca"),
     ),
     Rule(
         "overlap `pingpong` with FSDP that reshards after forward",

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-NAMES = ("distca", "ring")  # attention names that are built
-PLANNED_NAMES = ("charm", "zeco_linear", "ulysses")
+NAMES = ("distca", "charm", "ring", "ulysses")  # attention names that are built
+PLANNED_NAMES = ("zeco_linear",)
 
 _NO_INTERFACE = [
     "bloom", "falcon", "mpt", "gpt_neo", "xglm", "rwkv", "rembert", "big_bird", "roformer",

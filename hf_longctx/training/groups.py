@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.channels import EXCHANGE_SECONDS, over_groups
+from ..comm.channels import EXCHANGE_SECONDS, GlooChannel, over_groups
 from ..runtime.binding import Runtime
 from .servers import Servers
 
@@ -164,6 +164,24 @@ def join(group: Group, *, default_seconds: float, channels: int = 1) -> Runtime:
     channel = over_groups(mine, timeout=seconds)
     atexit.register(channel.close)
     return Runtime(channel=channel)
+
+
+def widen(channel: GlooChannel, group: Group, *, channels: int) -> None:
+    """Add channels, until there are so many; all ranks of the group call this at once.
+
+    Args:
+        channel (`GlooChannel`): Between the ranks of the group.
+        group (`Group`): Where this process is.
+        channels (`int`): That a plan uses: two per level of a topology.
+    """
+    members = list(range(group.index * group.size, (group.index + 1) * group.size))
+    for number in range(1 + len(channel.more), channels):
+        made = dist.new_group(
+            members, backend="gloo", timeout=channel.timeout, use_local_synchronization=True
+        )  # the other groups may have fewer levels
+        further = GlooChannel(made, timeout=channel.timeout.total_seconds())
+        further.agree(number, what="a channel's number")  # warm, before the first step
+        channel.more = (*channel.more, further)
 
 
 def servers_for(runtime: Runtime, group: Group, arguments: Any, *, name: str) -> Servers:

@@ -19,6 +19,7 @@ from ..data.documents import Documents
 from ..data.sampler import GroupBatchSampler
 from ..data.scan import scan_documents
 from ..data.stream import PackStream
+from ..plan.levels import Levels
 from .groups import Group
 
 _PEEK = 8  # rows of a stream that trainers compare before the first step
@@ -205,13 +206,16 @@ class Loaders:
                 "process the same data, in the same order"
             )
 
-    def loader(self, dataset: Any, *, name: str, training: bool) -> DataLoader[Any]:
+    def loader(
+        self, dataset: Any, *, name: str, training: bool, topology: Levels | None = None
+    ) -> DataLoader[Any]:
         """A data loader of packs: this rank's rows of each.
 
         Args:
             dataset: Rows of `input_ids` and optional `labels`; see `scan_documents`.
             name (`str`): The attention name, which chooses the layout.
             training (`bool`): See `source`.
+            topology (`Levels`, *optional*): Nested domains of the group's ranks.
         """
         arguments = self.arguments
         collator = LongCtxCollator(
@@ -222,6 +226,8 @@ class Loaders:
             budget=self.budget,
             halves=training and arguments.longctx_overlap == "pingpong",  # nothing overlaps alone
             overlap=LongCtxArguments.plan_overlap(arguments, name),
+            topology=topology,
+            ulysses_size=arguments.longctx_ulysses_size,
         )
         source = self.source(dataset, training=training)
         if isinstance(source, PackStream):

@@ -11,11 +11,15 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ..arguments import LongCtxArguments
+from ..arguments import NESTED, LongCtxArguments
 from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
+from ..comm.channels import GlooChannel
+from ..comm.places import own_place
+from ..comm.topology import Topology, find_topology, given_levels
 from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
+from ..plan.levels import Levels
 from ..support import (
     NAMES,
     refuse_arguments,
@@ -28,7 +32,7 @@ from .callback import LongCtxCallback
 from .collators import leave_out, refuse_other_targets, say_left_out
 from .costs import shared_costs
 from .evaluation import EvaluationMixin
-from .groups import find_group, join, servers_for
+from .groups import find_group, join, servers_for, widen
 from .halves import run_halves
 from .loaders import Loaders
 from .loss import refuse_other_losses
@@ -66,6 +70,8 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         refuse_arguments(self.args)
         refuse_given(self.model, train_dataset=self.train_dataset)
         self.longctx_group = find_group(self.args)
+        given_levels(self.args.longctx_topology, ranks=self.longctx_group.size)
+        self.longctx_topology: Topology | None = None
         refuse_wrappers(self)
         self.longctx_loaders = Loaders(
             self.args,
@@ -123,6 +129,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             ranks=self.longctx_group.size,
             size=self.args.longctx_ulysses_size,
         )
+        LongCtxArguments.check_domains(self.args, self.longctx_attention)
         overlap = LongCtxArguments.plan_overlap(self.args, self.longctx_attention)
         say_whole_exchanges(self.model.config, overlap=overlap)
         if not getattr(self, "model_accepts_loss_kwargs", True):
@@ -179,7 +186,28 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 "data_collator was replaced after the trainer was made, by one with another "
                 "padding token; pass it when the trainer is made"
             )
-        return self.longctx_loaders.loader(dataset, name=self.longctx_attention, training=training)
+        return self.longctx_loaders.loader(
+            dataset,
+            name=self.longctx_attention,
+            training=training,
+            topology=self._find_levels(),
+        )
+
+    def _find_levels(self) -> Levels | None:
+        """The nested domains of the group's ranks, under a name that looks at them; found once."""
+        if self.longctx_topology is None and self.longctx_attention in NESTED:
+            before, channel = self._exchanged(), self.longctx_runtime.channel
+            self.longctx_topology = find_topology(
+                self.args.longctx_topology,
+                ranks=self.longctx_group.size,
+                channel=channel,
+                place=own_place(self.accelerator.device),
+            )
+            if isinstance(channel, GlooChannel):
+                channels = self.longctx_topology.levels.channels
+                widen(channel, self.longctx_group, channels=channels)
+            self._logged += self._exchanged() - before  # the log counts what steps send
+        return self.longctx_topology.levels if self.longctx_topology else None
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Batches of this rank's group, packed anew each epoch."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from ..arguments import LongCtxArguments
 from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.processes import RankPool
+from ..comm.topology import given_levels
+from ..plan.levels import Levels
 from ..support import refuse_model, refuse_pingpong
 from .ranks import Case, RankResult, run_rank
 from .twins import (
@@ -146,7 +148,8 @@ def verify(
         model (`str`): Checkpoint folder or config JSON.
         name (`str`): Attention name.
         ranks (`int`): Gloo processes to run.
-        arguments (`LongCtxArguments`, *optional*): Layout, tolerance and overlap.
+        arguments (`LongCtxArguments`, *optional*): Layout, tolerance, overlap and domains; topology
+            `auto` is one domain, as all ranks are on this machine.
         dtype (`str`, *optional*, defaults to `float64`): Of the comparison with the twin.
         checkpointing (`bool`, *optional*): Run both kinds and report the worst of each figure.
         document_lengths (`Sequence[int]`, *optional*): Documents of one batch to use instead of
@@ -170,6 +173,7 @@ def verify(
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
+    arguments.check_domains(name)
     size = arguments.longctx_ulysses_size
     refuse_unshared_heads(config, name=name, ranks=ranks, size=size)
     if arguments.longctx_overlap == "pingpong":
@@ -185,6 +189,8 @@ def verify(
         halves=arguments.longctx_overlap == "pingpong",
         overlap=arguments.plan_overlap(name),
         servers=servers,
+        topology=given_levels(arguments.longctx_topology, ranks=ranks),
+        ulysses_size=arguments.longctx_ulysses_size,
     )
     say_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
@@ -194,17 +200,18 @@ def verify(
     if dtype == "bf16":
         plain = errors(run_reference(case, name="eager", dtype=DTYPES[dtype]), twin)
     kinds = ("reentrant", "nonreentrant") if checkpointing else ("none",)
+    used = {"ranks": ranks, "channels": (case.topology or Levels((ranks,))).channels}
     own = pool or RankPool(ranks)
     report: dict[str, Any] = {}
     try:
         for kind in kinds:
             checked = replace(case, checkpointing=kind)
             logger.info("%d ranks, %s in %s, checkpointing %s", ranks, name, dtype, kind)
-            results = own.run(run_rank, ranks=ranks, case=checked)
+            results = own.run(run_rank, case=checked, **used)
             in_float32 = results
             if dtype != "float32":
                 logger.info("%d ranks, %s in float32, checkpointing %s", ranks, name, kind)
-                in_float32 = own.run(run_rank, ranks=ranks, case=replace(checked, dtype="float32"))
+                in_float32 = own.run(run_rank, case=replace(checked, dtype="float32"), **used)
             found = _report(checked, results, in_float32, twin, stock)
             report = {k: max(v, report.get(k, v)) for k, v in found.items()}
     finally:
@@ -219,6 +226,7 @@ def verify(
         "ranks": ranks,
         "layout": case.layout,
         "overlap": arguments.longctx_overlap,
+        "topology": str(case.topology or ranks),
         "logit_columns": len(case.columns),
         "set_to_0": dropout_fields(config),
         "bounds": bounds,

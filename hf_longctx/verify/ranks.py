@@ -23,6 +23,7 @@ from ..data.batch import KEY, LongCtxBatch, halved
 from ..plan.count import sent_in_layer
 from ..plan.halves import Halves, halve
 from ..plan.layout import Layout, cut
+from ..plan.levels import Levels
 from ..runtime.binding import Runtime
 from ..training.halves import run_halves
 from ..training.servers import Servers
@@ -47,6 +48,8 @@ class Case:
         halves (`bool`): Run each batch that can be split as two halves in turns.
         overlap (`str`): Of the plan.
         servers (`int`): Extra attention servers beside the ranks.
+        topology (`Levels`, *optional*): Nested domains of the ranks.
+        ulysses_size (`int`): Of the plan.
     """
 
     model: str
@@ -60,13 +63,16 @@ class Case:
     halves: bool = False
     overlap: str = "none"
     servers: int = 0
+    topology: Levels | None = None
+    ulysses_size: int = 1
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
         """How a batch is cut over the ranks, and its halves, where it has any."""
         lengths = self.lengths[batch]
         halves = halve(lengths, ranks=ranks, layout=self.layout) if self.halves else None
-        layout = halves.whole if halves else cut(lengths, ranks=ranks, layout=self.layout)
-        return layout, halves
+        if halves:
+            return halves.whole, halves
+        return cut(lengths, ranks=ranks, layout=self.layout, levels=self.topology), None
 
     def documents(self, batch: int) -> list[np.ndarray]:
         """The ids of a batch's documents; the same everywhere."""
@@ -203,6 +209,8 @@ def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> d
         tolerance=case.tolerance,
         runtime=servers.runtime,
         overlap=case.overlap,
+        topology=case.topology,
+        ulysses_size=case.ulysses_size,
     )
     if halves:
         batch.halves = halved(halves, context.rank, tolerance=case.tolerance)
