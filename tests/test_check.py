@@ -311,12 +311,12 @@ def test_ring_bytes_and_peaks_by_hand() -> None:
     plan = make_plan("ring", cut([8], ranks=2, layout="contiguous"), kind=KIND)
     first, second = plan.program(0), plan.program(1)
     assert sent(first, WIDTHS, backward=False) == {1: 4 * 32}
-    assert sent(second, WIDTHS, backward=True) == {0: 4 * 32 + 4 * 32}
-    assert sent_in_layer(first, WIDTHS) == sent_in_layer(second, WIDTHS) == 3 * 4 * 32
-    # rank 0 sees none of the visiting keys: they and the partial over its own
-    assert peak_bytes(first, WIDTHS, backward=False) == 4 * 32 + 4 * 40
+    assert sent(second, WIDTHS, backward=False) == {}  # rank 0 sees none of its keys
+    assert sent(second, WIDTHS, backward=True) == {0: 4 * 32}
+    assert sent_in_layer(first, WIDTHS) == 2 * sent_in_layer(second, WIDTHS) == 2 * 4 * 32
+    assert peak_bytes(first, WIDTHS, backward=False) == 4 * 40
     assert peak_bytes(second, WIDTHS, backward=False) == 4 * 32 + 2 * 4 * 40
-    # the visiting keys with their gradient, or that gradient with the own one that comes home
+    # the visiting keys with their gradient
     assert peak_bytes(second, WIDTHS, backward=True) == 2 * 4 * 32
 
 

@@ -78,7 +78,7 @@ class Crossings:
             local = level == self.innermost
             for i, unit in enumerate(units):
                 if backward:
-                    at = (i + 0.5) / len(units) if local else (i + 1) / (len(units) + 1)
+                    at = i / max(len(units) - 1, 1) if local else (i + 1) / (len(units) + 1)
                 else:
                     at = (i + 1) / (len(units) + local)
                 placed.append((at, -level, unit))

@@ -1,0 +1,245 @@
+"""Programs and described links -> predicted seconds, and the plan that `auto` picks.
+
+Floor: plan. One rank's program is played against a clock, as if its peers were in step: work takes
+its score entries' time, a message its bytes' time on the link of its level, after those that were
+posted there before. `ring_seconds` and `charm_seconds` are the closed forms of the same for one
+causal document in zigzag. Letters: R ranks, N domains of G ranks, M pieces.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import charm, ring
+from .cost import LayerKind
+from .count import Widths, block_bytes
+from .layout import Layout
+from .levels import Levels
+from .program import Attend, AttendGrad, Op, Post, Program, Wait
+
+GAIN = 0.05  # below it the flat ring is taken: predictions are no better
+BACKWARD = 2.5  # times the work of forward, by score entry
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link between the domains of one level.
+
+    Args:
+        rate (`float`): Bytes per second, each way, that one rank gets if it is alone.
+        lanes (`float`): Ranks of a domain that get this rate at the same time: 1 for a shared
+            link, one per rank where each has its own.
+    """
+
+    rate: float
+    lanes: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What predictions must know of the hardware.
+
+    Args:
+        levels (`Levels`): Its nested domains.
+        links (`tuple[Link, ...]`): One per level, outermost first.
+        entry_seconds (`float`): Of one score entry of a layer, in forward.
+    """
+
+    levels: Levels
+    links: tuple[Link, ...]
+    entry_seconds: float
+
+    def __post_init__(self) -> None:
+        if len(self.links) != len(self.levels.sizes):
+            raise ValueError(
+                f"{len(self.links)} links for the levels {self.levels}: describe one per level"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Predicted times of one layer's attention."""
+
+    forward: float
+    backward: float
+
+    @property
+    def layer(self) -> float:
+        """Both directions."""
+        return self.forward + self.backward
+
+
+@dataclass(slots=True)
+class _Clock:
+    """One rank's time, and when each of its links is taken, each way."""
+
+    now: float = 0.0
+    arrives: dict[int, float] = field(default_factory=dict)
+    taken: dict[tuple[int, str], list[tuple[float, float]]] = field(default_factory=dict)
+
+    def carry(self, link: tuple[int, str], begins: float, seconds: float) -> float:
+        """When a message that is ready at `begins` has passed: it takes the first gap."""
+        busy = [span for span in self.taken.get(link, []) if span[1] > self.now]
+        for start, end in busy:
+            if begins + seconds <= start:
+                break
+            begins = max(begins, end)
+        if seconds:
+            insort(busy, (begins, begins + seconds))
+        self.taken[link] = busy
+        return begins + seconds
+
+
+def predict(
+    program: Program, machine: Machine, *, rank: int, kind: LayerKind, widths: Widths, at_once: bool
+) -> Seconds:
+    """Seconds of one rank's program.
+
+    Args:
+        program (`Program`): The rank's program; choose a rank that waits for slow links.
+        machine (`Machine`): Links and speed.
+        rank (`int`): Whose program it is.
+        kind (`LayerKind`): What a row sees.
+        widths (`Widths`): Bytes of a row.
+        at_once (`bool`): All ranks of a domain send across together, as `charm`'s do, so that they
+            share its link; of a ring one rank per domain does.
+    """
+    times = []
+    for backward in (False, True):
+        (phase,) = program.backward if backward else program.forward
+        each = machine.entry_seconds * (BACKWARD if backward else 1.0)
+        work = iter(_entries(program, phase, kind) * each)
+        clock = _Clock()
+        for op in phase:
+            match op:
+                case Post():
+                    _post(op, clock, program, machine, rank, widths, at_once)
+                case Wait(tag):
+                    clock.now = max(clock.now, clock.arrives[tag])
+                case Attend() | AttendGrad():
+                    clock.now += next(work)
+        times.append(clock.now)
+    return Seconds(forward=times[0], backward=times[1])
+
+
+def _entries(program: Program, phase: Sequence[Op], kind: LayerKind) -> np.ndarray:
+    """float64 score entries of each task of a phase, in order."""
+    tasks = [op for op in phase if isinstance(op, Attend | AttendGrad)]
+    if not tasks:
+        return np.zeros(0)
+    rows = np.asarray(
+        [(*program.tokens(t.q)[0], *program.tokens(t.kv)[0][1:]) for t in tasks], np.int64
+    )
+    _, start, stop, low, high = rows.T
+    longest = np.maximum(stop, high)  # a bidirectional row sees no key past those given
+    return kind.entries_over(start, stop, low, high, length=longest).astype(np.float64)
+
+
+def _post(
+    op: Post, clock: _Clock, program: Program, machine: Machine, rank: int, widths: Widths,
+    at_once: bool,
+) -> None:  # fmt: skip
+    """Sends leave now or with what they relay; peers in step send theirs at the same time."""
+    begins = max(clock.now, clock.arrives.get(op.after, 0.0))
+    arrives = begins
+    for way, messages in (("sent", op.sends), ("received", op.recvs)):
+        for peer, blocks in messages:
+            level = machine.levels.crosses(rank, peer)
+            link = machine.links[level]
+            sharing = max(1.0, machine.levels.below(level) / link.lanes) if at_once else 1.0
+            size = sum(block_bytes(program, block, widths) for block in blocks)
+            passed = clock.carry((level, way), begins, size * sharing / link.rate)
+            arrives = max(arrives, passed)
+    clock.arrives[op.tag] = arrives
+
+
+def choose(
+    layout: Layout, machine: Machine, *, kind: LayerKind, widths: Widths, pieces: int = charm.PIECES
+) -> tuple[str, Mapping[str, Seconds]]:
+    """The algorithm that `auto` runs, and what was predicted of each.
+
+    The flat ring, unless charm is predicted to gain 5 % over it or more. Builds the programs of two
+    ranks only: the first of the domain that holds the end of the longest document, which sees the
+    most keys, and the first of a domain half-way round, where most gradients pass; in a ring, such
+    ranks receive across the outermost link.
+
+    Args:
+        layout (`Layout`): Where the tokens lie.
+        machine (`Machine`): Links and speed.
+        kind (`LayerKind`): The layers.
+        widths (`Widths`): Bytes of a row.
+        pieces (`int`, *optional*, defaults to 4): Of charm's crossings.
+    """
+    levels = machine.levels
+    size = levels.below(0)
+    longest = int(np.argmax(layout.lengths))
+    first = layout.by_document[longest][-1].rank // size * size
+    ranks = sorted({first, (first + levels.sizes[0] // 2 * size) % layout.ranks})
+    makers: dict[str, Callable[[int], Program]] = {
+        "ring": lambda r: ring.program(layout, rank=r, kind=kind),
+        "charm": lambda r: charm.program(layout, rank=r, kind=kind, levels=levels, pieces=pieces),
+    }
+    found = {}
+    for name, make in makers.items():
+        each = [
+            predict(make(r), machine, rank=r, kind=kind, widths=widths, at_once=name == "charm")
+            for r in ranks
+        ]
+        found[name] = Seconds(
+            forward=max(s.forward for s in each), backward=max(s.backward for s in each)
+        )
+    gain = found["ring"].layer / found["charm"].layer - 1 if found["charm"].layer else 0.0
+    return ("charm" if gain >= GAIN else "ring"), found
+
+
+def ring_seconds(*, ranks: int, c: float, tau: float, rho: float = 2.0) -> Seconds:
+    """The closed form of a flat ring, fully overlapped, whose gradients need a hop home.
+
+    Args:
+        ranks (`int`): R.
+        c (`float`): Forward seconds of a rank against one chunk.
+        tau (`float`): Seconds of a chunk's keys and values on the slow link.
+        rho (`float`, *optional*, defaults to 2): Bytes of a chunk's gradient over those of its keys
+            and values: 2 for float32 beside bf16.
+    """
+    c_b = BACKWARD * c
+    return Seconds(
+        forward=c + (ranks - 1) * max(c, tau),
+        backward=c_b + (ranks - 1) * max(c_b, (1 + rho) * tau) + rho * tau,
+    )
+
+
+def charm_seconds(
+    *,
+    domains: int,
+    ranks: int,
+    c: float,
+    tau: float,
+    lanes: float = 1.0,
+    rho: float = 2.0,
+    pieces: int = 8,
+    fast: float = 0.0,
+) -> Seconds:
+    """The closed form of charm over two levels.
+
+    Args:
+        domains (`int`): N.
+        ranks (`int`): G, ranks of one domain.
+        c, tau, rho (`float`): As for the ring.
+        lanes (`float`): Slow links of a domain that work at once, in units of the ring's one.
+        pieces (`int`): M.
+        fast (`float`): Seconds of a chunk's keys and values on the fast link.
+    """
+    everyone, c_b = domains * ranks, BACKWARD * c
+    crossing = (everyone - ranks) * tau / lanes
+    inside = (everyone - 1) * fast
+    return Seconds(
+        forward=max(everyone * c, crossing + ranks * c / pieces, c + inside),
+        backward=max(
+            everyone * c_b,
+            crossing * (1 + rho) + ranks * c_b / pieces,
+            c_b + inside * (1 + rho),
+        ),
+    )

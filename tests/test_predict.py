@@ -1,0 +1,107 @@
+"""Predicted seconds: the notes' closed forms, programs against a clock, and what auto picks."""
+
+import time
+
+import pytest
+
+from hf_longctx.plan import charm, ring
+from hf_longctx.plan.cost import LayerKind
+from hf_longctx.plan.count import Widths
+from hf_longctx.plan.layout import Layout, cut
+from hf_longctx.plan.levels import Levels
+from hf_longctx.plan.predict import (
+    Link,
+    Machine,
+    Seconds,
+    charm_seconds,
+    choose,
+    predict,
+    ring_seconds,
+)
+
+KIND = LayerKind(query_width=128, key_value_width=256, kv_heads=8)
+WIDTHS = Widths(heads=8, kv_heads=8, head_dim=16, value_dim=16, itemsize=2)
+ROWS = 256  # of a rank
+
+
+def setting(
+    sizes: tuple[int, int], *, c: float, lanes: float, fast: float = 20.0
+) -> tuple[Layout, Machine]:
+    """One causal document, and links on which a chunk takes a second, or 1 / `fast`."""
+    levels = Levels(sizes)
+    chunk = ROWS * WIDTHS.row("kv")
+    held = cut([ROWS * levels.ranks], ranks=levels.ranks, layout="zigzag")
+    links = (Link(float(chunk), lanes), Link(fast * chunk, sizes[1]))
+    return held, Machine(levels=levels, links=links, entry_seconds=c / (ROWS**2 / 2))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "ratio", "forward", "backward"),
+    [  # 8 ranks, M = 8: bounds of the notes, dual NUMA at 0.70 and dual node at 0.32
+        (1, 0.70, 1.38, 1.77),
+        (4, 0.32, 2.86, 3.72),
+    ],
+)
+def test_closed_forms_give_the_figures_of_the_notes(
+    lanes: int, ratio: float, forward: float, backward: float
+) -> None:
+    flat = ring_seconds(ranks=8, c=ratio, tau=1.0)
+    ours = charm_seconds(domains=2, ranks=4, c=ratio, tau=1.0, lanes=lanes)
+    assert flat.forward / ours.forward == pytest.approx(forward, abs=0.006)
+    assert flat.backward / ours.backward == pytest.approx(backward, abs=0.006)
+
+
+def of_program(made: Layout, machine: Machine, *, name: str, rank: int) -> Seconds:
+    if name == "ring":
+        program = ring.program(made, rank=rank, kind=KIND)
+    else:
+        program = charm.program(made, rank=rank, kind=KIND, levels=machine.levels, pieces=8)
+    return predict(program, machine, rank=rank, kind=KIND, widths=WIDTHS, at_once=name == "charm")
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize(("sizes", "lanes"), [((2, 4), 1), ((2, 4), 4), ((4, 4), 1), ((2, 8), 2)])
+def test_programs_reach_the_closed_forms(sizes: tuple[int, int], lanes: int, ratio: float) -> None:
+    # Forward to 3 %. Backward may be faster, as no gradient travels that is still zero, but not
+    # slower by more than 7 %.
+    made, machine = setting(sizes, c=ratio, lanes=lanes)
+    ranks = machine.levels.ranks
+    forms = {
+        "ring": ring_seconds(ranks=ranks, c=ratio, tau=1.0),
+        "charm": charm_seconds(
+            domains=sizes[0], ranks=sizes[1], c=ratio, tau=1.0, lanes=lanes, fast=1 / 20
+        ),
+    }
+    for name, form in forms.items():
+        each = [of_program(made, machine, name=name, rank=r) for r in (0, ranks // 2)]
+        assert max(s.forward for s in each) == pytest.approx(form.forward, rel=0.03)
+        assert max(s.backward for s in each) <= 1.07 * form.backward
+
+
+def test_auto_takes_charm_on_slow_links_and_the_ring_elsewhere() -> None:
+    name, seconds = choose(*setting((2, 4), c=0.32, lanes=4), kind=KIND, widths=WIDTHS)
+    assert name == "charm" and seconds["ring"].layer > 2 * seconds["charm"].layer
+    bound_by_compute = setting((2, 4), c=2.0, lanes=1)
+    assert choose(*bound_by_compute, kind=KIND, widths=WIDTHS)[0] == "ring"
+    even_links = setting((2, 4), c=1.5, lanes=4, fast=1.0)
+    assert choose(*even_links, kind=KIND, widths=WIDTHS)[0] == "ring"
+
+
+def test_one_link_per_level_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="1 links for the levels 2x4: describe one per level"):
+        Machine(levels=Levels((2, 4)), links=(Link(1.0),), entry_seconds=1.0)
+
+
+def test_a_thousand_ranks_are_planned_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    make = ring.program
+    monkeypatch.setattr(
+        ring, "program", lambda *a, rank, **k: built.append(rank) or make(*a, rank=rank, **k)
+    )
+    levels = Levels((128, 8))
+    machine = Machine(levels=levels, links=(Link(1e9), Link(1e10, 8)), entry_seconds=1e-9)
+    held = cut([64 * 1024], ranks=1024, layout="zigzag")
+    started = time.process_time()
+    name, _ = choose(held, machine, kind=KIND, widths=WIDTHS, pieces=1)
+    assert name in ("ring", "charm") and sorted(built) == [0, 512]
+    assert time.process_time() - started < 60  # a safety net: quadratic planning takes minutes
