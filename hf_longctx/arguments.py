@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
-from .support import refuse_arguments
+from .support import NESTED, refuse_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,6 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_softmax": ("distca",),
     "longctx_verify": ("off",),
 }
-
-
-NESTED = ("charm", "ring", "ulysses")  # attention names that look at domains of ranks
 
 
 def _flag(default: Any, help: str) -> Any:

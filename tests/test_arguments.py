@@ -14,8 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_longctx import LongCtxArguments, LongCtxTrainer, LongCtxTrainingArguments
-from hf_longctx.arguments import NESTED
-from hf_longctx.support import NAMES
+from hf_longctx.support import NAMES, NESTED
 from hf_longctx.training.groups import find_group
 
 SMALL = Case(lengths=(20, 9))

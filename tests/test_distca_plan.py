@@ -350,7 +350,7 @@ def test_a_local_plan_exchanges_nothing() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "tolerance", "message"),
     [
-        ("usp", 0.05, "'usp' has no planner yet; use one of ('distca', 'ring', 'charm')"),
+        ("usp", 0.05, "'usp' has no planner yet; use one of ('distca', 'ring'"),
         ("distca", -0.1, "longctx_tolerance=-0.1 must be 0 or more, for example 0.05"),
         ("distca", float("nan"), "longctx_tolerance=nan must be 0 or more"),
     ],

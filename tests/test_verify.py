@@ -17,14 +17,14 @@ from helpers import SharedPool
 from tiny import CONFIGS
 
 from hf_longctx import LongCtxArguments
-from hf_longctx.arguments import NESTED
 from hf_longctx.attention import hook
 from hf_longctx.comm.processes import RankContext, RankError, RankPool
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels import softmax
 from hf_longctx.plan.layout import cut
-from hf_longctx.plan.plans import ALGORITHMS, make_plan
+from hf_longctx.plan.plans import make_plan
 from hf_longctx.runtime.autograd import attend
+from hf_longctx.support import NESTED
 from hf_longctx.verify import compare
 from hf_longctx.verify.ranks import RankResult, run_rank
 
@@ -95,7 +95,7 @@ def test_dropout_is_off_on_both_sides(rank_pool, tmp_path, family):
 
 
 @pytest.mark.parametrize(("ranks", "topology"), [(4, "2x2"), (2, "2x1"), (3, "3x1")])
-@pytest.mark.parametrize("name", [name for name in NESTED if name in ALGORITHMS])
+@pytest.mark.parametrize("name", NESTED)
 def test_domains_of_ranks(rank_pool, name, ranks, topology):
     family = "llama_9_3" if name == "ulysses" and ranks == 3 else "llama"
     arguments = LongCtxArguments(longctx_topology=topology)

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from ..plan.cost import LayerKind
 from ..plan.count import Widths
-from ..support import EXCHANGING, Sharing, refuse_heads
+from ..support import NESTED, Sharing, refuse_heads
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def refuse_unshared_heads(config: Any, *, name: str, ranks: int, size: int) -> N
     Raises:
         ValueError: with the size, the rule and the sizes that can.
     """
-    if name in EXCHANGING:
+    if name in NESTED:
         size = ranks if name == "ulysses" and size == 1 else size
         for kind in layer_kinds(config):
             refuse_heads(Sharing(ranks, size, kind.heads, kind.kv_heads))

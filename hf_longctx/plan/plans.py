@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..support.heads import EXCHANGING, Sharing, refuse_heads
+from ..support import NESTED, Sharing, refuse_heads
 from . import charm, pipeline, ring, serve, ulysses
 from .cost import LayerKind, max_over_mean
 from .crossings import queries_are_lighter
@@ -243,15 +243,15 @@ def make_plan(
                 f"longctx_topology={topology} has {topology.ranks} ranks, but {layout.ranks} share "
                 "a batch: the product of its sizes must be that number"
             )
-    if ulysses_size > 1 and algorithm not in EXCHANGING:
+    if ulysses_size > 1 and algorithm not in NESTED:
         raise ValueError(
             f"longctx_ulysses_size={ulysses_size} for {algorithm!r}: its ranks exchange no heads; "
-            f"leave it at 1, or use one of {EXCHANGING}"
+            f"leave it at 1, or use one of {NESTED}"
         )
     if algorithm == "ulysses" and ulysses_size == 1:
         ulysses_size = layout.ranks
     refuse_heads(Sharing(layout.ranks, ulysses_size, kind.heads, kind.kv_heads))
-    if algorithm in EXCHANGING:
+    if algorithm in NESTED:
         table = items(layout)
     else:
         table = balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs)

@@ -152,6 +152,14 @@ def segments(layout: Layout, owner: int, rows: Rows) -> Iterator[Placed]:
             at += 1
 
 
+def _part(run: Run, tokens: Range) -> Run:
+    """The rows of a run that hold these tokens of its segment."""
+    s, blocks = run
+    after, before = tokens[0] - s.start, s.stop - tokens[1]
+    part = s._replace(row=s.row + after, start=tokens[0], stop=tokens[1])
+    return part, tuple(b._replace(start=b.start + after, stop=b.stop - before) for b in blocks)
+
+
 def _rows(segment: Placed) -> Range:
     return segment.row, segment.row + segment.stop - segment.start
 
@@ -198,7 +206,7 @@ class Visits:
         return list(self.home.runs(arrays, self.rank, self.own_rows))
 
     def pairs(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[tuple[Run, Run]]:
-        """(queries, keys) of one document of which some query sees a key."""
+        """(queries, keys) of one document: those keys that some of the queries sees."""
         by_document: dict[int, list[Run]] = {}
         for run in keys:
             by_document.setdefault(run[0].document, []).append(run)
@@ -208,7 +216,8 @@ class Visits:
             near = by_document.get(s.document, ())
             size = int(self.layout.lengths[s.document])
             seen = self.kind.keys_seen((s.start, s.stop), length=size)
-            found += [(query, k) for k in near if intersect((k[0].start, k[0].stop), seen)]
+            parts = ((k, intersect((k[0].start, k[0].stop), seen)) for k in near)
+            found += [(query, _part(k, both)) for k, both in parts if both]
         return found
 
     def attend(self, keys: Iterable[Run], *, first: bool = False) -> list[Op]:

@@ -5,10 +5,10 @@ Floor: support. Nothing is ever downgraded in silence.
 
 from .calls import CALL_KEYWORDS, refuse_call
 from .given import refuse_given
-from .heads import EXCHANGING, HEAD_RULES, Sharing, refuse_heads
+from .heads import HEAD_RULES, Sharing, refuse_heads
 from .overlap import PINGPONG_RULES, refuse_pingpong
 from .probed import PROBE_RULES
-from .rules import MODEL_RULES, NAMES, PLANNED_NAMES, Rule, model_problems, refuse_model
+from .rules import MODEL_RULES, NAMES, NESTED, PLANNED_NAMES, Rule, model_problems, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
 from .wrappers import WRAPPER_RULES, refuse_wrappers
@@ -16,10 +16,10 @@ from .wrappers import WRAPPER_RULES, refuse_wrappers
 __all__ = [
     "ARGUMENT_RULES",
     "CALL_KEYWORDS",
-    "EXCHANGING",
     "HEAD_RULES",
     "MODEL_RULES",
     "NAMES",
+    "NESTED",
     "PINGPONG_RULES",
     "PLANNED_NAMES",
     "PROBE_RULES",

@@ -6,9 +6,7 @@ than key/value heads share out query heads evenly, and have key/value heads in c
 
 from typing import NamedTuple
 
-from .rules import Rule, refuse
-
-EXCHANGING = ("charm", "ring", "ulysses")  # attention names whose ranks may exchange heads
+from .rules import NESTED, Rule, refuse
 
 
 class Sharing(NamedTuple):
@@ -58,14 +56,14 @@ HEAD_RULES = (
         _does_not_divide,
         "each rank belongs to one domain, and all are of one size",
         "set --longctx_ulysses_size to one of those",
-        names=EXCHANGING,
+        names=NESTED,
     ),
     Rule(
         "heads that the ranks of a domain cannot share",
         _too_few,
         "it takes as many key/value heads as ranks, or query heads that the ranks divide",
         "set --longctx_ulysses_size to one of those, or change --longctx_group_size",
-        names=EXCHANGING,
+        names=NESTED,
     ),
 )
 

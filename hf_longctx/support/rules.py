@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NAMES = ("distca", "charm", "ring", "ulysses")  # attention names that are built
+NESTED = ("charm", "ring", "ulysses")  # those whose plans look at nested domains of ranks
 PLANNED_NAMES = ("zeco_linear",)
 
 _NO_INTERFACE = [

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ..arguments import NESTED, LongCtxArguments
+from ..arguments import LongCtxArguments
 from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.channels import GlooChannel
 from ..comm.places import own_place
@@ -22,6 +22,7 @@ from ..data.stream import PackStream
 from ..plan.levels import Levels
 from ..support import (
     NAMES,
+    NESTED,
     refuse_arguments,
     refuse_given,
     refuse_model,
