@@ -56,11 +56,12 @@ class Topology:
     rates: tuple[LinkRate, ...] = ()
 
 
-def given_levels(text: str, *, ranks: int) -> Levels | None:
+def given_levels(text: str, *, ranks: int, ulysses_size: int = 1) -> Levels | None:
     """The levels that the flag names; `None` for `auto`.
 
     Raises:
-        ValueError: where they are not those of `ranks` ranks.
+        ValueError: where they are not those of `ranks` ranks, or `ulysses_size` ranks that exchange
+            heads do not fit in their domains.
     """
     if text == "auto":
         return None
@@ -71,6 +72,7 @@ def given_levels(text: str, *, ranks: int) -> Levels | None:
             f"longctx_topology={text} holds {levels.ranks} ranks, but {ranks} share a batch: its "
             f"sizes, outermost first, must multiply to that; use one of {', '.join(pairs)}, or auto"
         )
+    levels.outside(ulysses_size)  # refuses what does not fit
     return levels
 
 

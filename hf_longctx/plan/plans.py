@@ -44,7 +44,8 @@ class Plan:
         speeds (`tuple[float, ...]`, *optional*): Of each extra server, beside a rank's 1.
         overlap (`str`, *optional*): One of `OVERLAPS`.
         costs (`CostTable`, *optional*): What it balanced by; score entries without.
-        topology (`Levels`, *optional*): The nested domains of the ranks, for `charm`.
+        topology (`Levels`, *optional*): The nested domains of the ranks: `charm` sends by them, and
+            heads are exchanged over the channels of the level that a domain of theirs crosses.
         ulysses_size (`int`, *optional*): Ranks of a domain that exchange heads.
     """
 
@@ -84,7 +85,8 @@ class Plan:
         groups = self.groups if len(self.groups) > 1 else ""
         text = f"{self.algorithm} {self.layout.ranks} {kind}{sees}{self.speeds or ''}{groups}"
         text += self.costs.to_json() if self.costs else ""
-        text += f" {self.topology} {self.moves_queries}" if self.topology else ""
+        if self.topology or self.algorithm == "charm":
+            text += f" {self.levels} {self.moves_queries}"
         if self.ulysses_size > 1:
             text += f" heads {self.kind.heads}/{self.kind.kv_heads} over {self.ulysses_size}"
         columns = [self.layout.lengths, self.layout.columns, self.tasks]
@@ -93,11 +95,17 @@ class Plan:
         hashed = hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
         return int.from_bytes(hashed, "little") >> 1
 
+    @property
+    def levels(self) -> Levels:
+        """The nested domains; one of all ranks where none are given."""
+        return self.topology or Levels((self.layout.ranks,))
+
     @cached_property
     def moves_queries(self) -> bool:
         """Whether `charm`'s backward brings queries to keys, as that crosses with fewer bytes."""
-        levels = self.topology
-        return levels is not None and queries_are_lighter(self.layout, self.kind, levels=levels)
+        if self.algorithm != "charm":
+            return False
+        return queries_are_lighter(self.layout, self.kind, levels=self.levels)
 
     @cached_property
     def _exchange(self) -> ExchangePlan:
@@ -123,13 +131,10 @@ class Plan:
                 built = self._with_heads(rank)
             elif self.algorithm == "ring":
                 built = ring.program(self.layout, rank=rank, kind=self.kind)
-            elif self.topology is not None:
+            elif self.algorithm == "charm":
+                levels, queries = self.levels, self.moves_queries
                 built = charm.program(
-                    self.layout,
-                    rank=rank,
-                    kind=self.kind,
-                    levels=self.topology,
-                    queries=self.moves_queries,
+                    self.layout, rank=rank, kind=self.kind, levels=levels, queries=queries
                 )
             else:
                 built = serve.program(self._exchange, rank=rank, groups=self.groups)
@@ -141,9 +146,13 @@ class Plan:
     def _with_heads(self, rank: int) -> Program:
         """Heads are exchanged in domains; `charm` goes by the levels above them."""
         size, across = self.ulysses_size, ring.program
-        if self.topology is not None:
-            across = partial(_charm, levels=self.topology.outside(size))
-        return ulysses.program(self.layout, rank=rank, kind=self.kind, size=size, across=across)
+        if self.algorithm == "charm":
+            across = partial(_charm, levels=self.levels.outside(size))
+        first = rank // size * size
+        level = self.levels.crosses(first, first + size - 1) if size > 1 else 0
+        return ulysses.program(
+            self.layout, rank=rank, kind=self.kind, size=size, across=across, level=level
+        )
 
     def work(self, *, balanced: bool) -> np.ndarray:
         """float64 `[processes]`: score entries by server, or by home when not `balanced`.
@@ -213,8 +222,8 @@ def make_plan(
             only) into groups of key/value heads, which travel while others are attended to.
         costs (`CostTable`, *optional*): Balance seconds by it (`distca` only; `ring` moves no
             rows); by default score entries.
-        topology (`Levels`, *optional*): The nested domains that `charm` sends by; without, all
-            ranks are one domain.
+        topology (`Levels`, *optional*): The nested domains that `charm` sends by, and whose
+            channels exchange heads; without, all ranks are one domain.
         ulysses_size (`int`, *optional*, defaults to 1): Ranks of a domain that exchange heads, with
             `charm` across domains, or else `ring`. 1: under `ulysses` all ranks do.
 
@@ -236,13 +245,12 @@ def make_plan(
         raise ValueError(
             f"overlap {overlap!r} for {algorithm!r}: use none or, with distca, one of {OVERLAPS}"
         )
-    if algorithm == "charm":
-        topology = topology or Levels((layout.ranks,))
-        if topology.ranks != layout.ranks:
-            raise ValueError(
-                f"longctx_topology={topology} has {topology.ranks} ranks, but {layout.ranks} share "
-                "a batch: the product of its sizes must be that number"
-            )
+    levels = topology or Levels((layout.ranks,))
+    if levels.ranks != layout.ranks:
+        raise ValueError(
+            f"longctx_topology={levels} has {levels.ranks} ranks, but {layout.ranks} share a "
+            "batch: the product of its sizes must be that number"
+        )
     if ulysses_size > 1 and algorithm not in NESTED:
         raise ValueError(
             f"longctx_ulysses_size={ulysses_size} for {algorithm!r}: its ranks exchange no heads; "
@@ -251,6 +259,8 @@ def make_plan(
     if algorithm == "ulysses" and ulysses_size == 1:
         ulysses_size = layout.ranks
     refuse_heads(Sharing(layout.ranks, ulysses_size, kind.heads, kind.kv_heads))
+    if algorithm == "charm":
+        levels.outside(ulysses_size)  # refuses what does not fit in its domains
     if algorithm in NESTED:
         table = items(layout)
     else:
@@ -258,9 +268,8 @@ def make_plan(
     balanced, loans = tasks(table), NO_LOANS
     if algorithm == "distca" and tolerance < float("inf"):  # else nothing shall move
         loans = lend(layout, balanced, kind=kind, speeds=speeds, costs=costs)
-    levels = topology if algorithm == "charm" else None
     return Plan(
-        algorithm, layout, kind, balanced, loans, speeds, overlap, costs, levels, ulysses_size
+        algorithm, layout, kind, balanced, loans, speeds, overlap, costs, topology, ulysses_size
     )
 
 

@@ -43,7 +43,13 @@ Across = Callable[..., Program]  # (layout, *, rank, kind) -> the program betwee
 
 
 def program(
-    layout: Layout, *, rank: int, kind: LayerKind, size: int, across: Across = ring.program
+    layout: Layout,
+    *,
+    rank: int,
+    kind: LayerKind,
+    size: int,
+    across: Across = ring.program,
+    level: int = 0,
 ) -> Program:
     """The program of one rank, one phase in each direction.
 
@@ -55,10 +61,11 @@ def program(
             `support.heads`.
         across (`Callable`, *optional*, defaults to `ring.program`): Plans what several domains
             exchange.
+        level (`int`, *optional*, defaults to 0): Whose channels the domain exchanges heads over.
     """
     if size == layout.ranks:
         across = _alone
-    return _Builder(layout, rank, kind, size, across).build()
+    return _Builder(layout, rank, kind, size, across, level).build()
 
 
 def head_shares(size: int, *, kind: LayerKind) -> tuple[int, tuple[Heads, ...]]:
@@ -91,16 +98,18 @@ def domains(layout: Layout, *, size: int) -> tuple[Layout, dict[Placed, int]]:
 def _alone(layout: Layout, *, rank: int, kind: LayerKind) -> Program:
     """All documents on one rank: nothing is exchanged."""
     table = shares(layout, tasks(items(layout)), NO_LOANS, kind=kind)
-    return serve.program(ExchangePlan(layout, [Share(*row) for row in table.tolist()]), rank=rank)
+    views = [Share(*row) for row in table.tolist()]
+    return serve.program(ExchangePlan(layout, views, kind=kind), rank=rank)
 
 
 class _Builder:
     """Builds one program around that of its domain."""
 
     def __init__(
-        self, layout: Layout, rank: int, kind: LayerKind, size: int, across: Across
+        self, layout: Layout, rank: int, kind: LayerKind, size: int, across: Across, level: int
     ) -> None:
         self.layout, self.rank, self.size, self.kind = layout, rank, size, kind
+        self.channel = 2 * level
         self.groups, by_member = head_shares(size, kind=kind)
         self.heads = {rank // size * size + i: heads for i, heads in enumerate(by_member)}
         merged, self.begins = domains(layout, size=size)
@@ -162,7 +171,9 @@ class _Builder:
             for member in self.heads
         }
 
-    def _exchange(self, tag: int, sent: _Blocks, received: _Blocks) -> list[Op]:
+    def _exchange(
+        self, tag: int, sent: _Blocks, received: _Blocks, *, gradients: bool = False
+    ) -> list[Op]:
         """Send each member its blocks; what stays here is copied meanwhile."""
         kept = zip(received[self.rank], sent[self.rank], strict=True)
         copies = [Fold(into, (block,), "cat") for into, block in kept]
@@ -170,7 +181,10 @@ class _Builder:
             tuple((p, tuple(blocks)) for p, blocks in side.items() if blocks and p != self.rank)
             for side in (sent, received)
         ]
-        return [Post(tag, sides[0], sides[1]), *copies, Wait(tag)] if any(sides) else [*copies]
+        if not any(sides):
+            return [*copies]
+        post = Post(tag, sides[0], sides[1], channel=self.channel + gradients)
+        return [post, *copies, Wait(tag)]
 
     def _within(self, phases: Phases) -> Iterator[Op]:
         """The domain's operations, on this rank's heads and with peers of the same heads."""
@@ -238,7 +252,7 @@ class _Builder:
             Fold(Block(delta, 0, rows), (Block(_GRAD, 0, rows),), "delta"),
             *self._exchange(bring, self._home(delta, _Q, _KV), self._domain(_GRAD, _Q, _KV)),
             *self._within(inner.backward),
-            *self._exchange(give, self._domain(_DQ, _DKV), results),
+            *self._exchange(give, self._domain(_DQ, _DKV), results, gradients=True),
             *(Fold(into, (part,), "sum") for pairs in added.values() for into, part in pairs),
         ]
         return Program.build(

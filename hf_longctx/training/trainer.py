@@ -71,7 +71,11 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         refuse_arguments(self.args)
         refuse_given(self.model, train_dataset=self.train_dataset)
         self.longctx_group = find_group(self.args)
-        given_levels(self.args.longctx_topology, ranks=self.longctx_group.size)
+        given_levels(
+            self.args.longctx_topology,
+            ranks=self.longctx_group.size,
+            ulysses_size=self.args.longctx_ulysses_size,
+        )
         self.longctx_topology: Topology | None = None
         refuse_wrappers(self)
         self.longctx_loaders = Loaders(

@@ -189,8 +189,8 @@ def verify(
         halves=arguments.longctx_overlap == "pingpong",
         overlap=arguments.plan_overlap(name),
         servers=servers,
-        topology=given_levels(arguments.longctx_topology, ranks=ranks),
-        ulysses_size=arguments.longctx_ulysses_size,
+        topology=given_levels(arguments.longctx_topology, ranks=ranks, ulysses_size=size),
+        ulysses_size=size,
     )
     say_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
