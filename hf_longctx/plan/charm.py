@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Iterator
 
 from .cost import LayerKind
-from .crossings import Crossings, Unit
+from .crossings import Crossings, Parcel, Unit
+from .demand import Rows, common
 from .layout import Layout
 from .levels import Levels
 from .program import Block, Fold, Op, Post, Program, Wait
-from .visits import DKV, DQ, GRAD, KV, Parcel, Q, Rows, Run, Stand, Visits, common, post
+from .visits import DKV, DQ, GRAD, KV, Q, Run, Stand, Visits, post
 
 PIECES = 4
 _WINDOW = 3  # units under way at a level: the one worked on, and two that travel
@@ -58,9 +59,8 @@ class _Visit:
 
     def __init__(self, unit: Unit, direction: "_Forward") -> None:
         visits = direction.visits
-        self.unit, self.hops = unit, direction.crossings.hops(unit)
-        parts = [(owner, rows) for hop in self.hops for _, owner, rows in hop.recvs]
-        self.stand = Stand(visits.layout, parts)
+        self.unit = unit
+        self.hops, self.stand = direction.crossings.hops(unit)
         self.arrays = tuple(visits.array(kind, self.stand) for kind in direction.carried)
         self.posts: list[Post] = []
         for hop in self.hops:

@@ -9,9 +9,12 @@ rows travel that some rank of the domain at the other end needs.
 from typing import NamedTuple
 
 from .cost import LayerKind
+from .demand import Demand, Rows, common, count, cut_rows
 from .layout import Layout
 from .levels import Levels
-from .visits import Demand, Parcel, Rows, common, count, cut_rows
+from .visits import Stand
+
+Parcel = tuple[int, int, Rows]  # a peer, the owner of the rows that travel, and these
 
 
 class Unit(NamedTuple):
@@ -59,6 +62,7 @@ class Crossings:
         self._demands: dict[range, Demand] = {}
         self._pieces: dict[tuple[int, range], tuple[Rows, ...]] = {}
         self._needed: dict[tuple[int, range], Rows] = {}
+        self._hops: dict[Unit, tuple[list[Hop], Stand]] = {}
 
     def units(self, level: int) -> list[Unit]:
         """The units that cross a level, in order."""
@@ -84,8 +88,16 @@ class Crossings:
                 placed.append((at, -level, unit))
         return [unit for _, _, unit in sorted(placed)]
 
-    def hops(self, unit: Unit) -> list[Hop]:
-        """The exchanges of a unit: the crossing, then what is passed on inside."""
+    def hops(self, unit: Unit) -> tuple[list[Hop], Stand]:
+        """The exchanges of a unit, and how the rows that they bring stand here."""
+        if unit not in self._hops:
+            hops = self._made(unit)
+            parts = [(owner, rows) for hop in hops for _, owner, rows in hop.recvs]
+            self._hops[unit] = hops, Stand(self.layout, parts)
+        return self._hops[unit]
+
+    def _made(self, unit: Unit) -> list[Hop]:
+        """The crossing, then what is passed on inside."""
         level, rank = unit.level, self.rank
         across = self.levels.peers(rank, level)
         mine = across.index(rank)

@@ -8,9 +8,10 @@ from the last rank that adds to it, which half of the home's own work hides. Let
 
 from ..intervals import subtract
 from .cost import LayerKind
+from .demand import Demand, Rows, common
 from .layout import Layout
 from .program import Message, Op, Program, Wait
-from .visits import DKV, DQ, GRAD, KV, Demand, Q, Rows, Run, Stand, Visits, common, post
+from .visits import DKV, DQ, GRAD, KV, Q, Run, Stand, Visits, post
 
 
 def program(layout: Layout, *, rank: int, kind: LayerKind) -> Program:

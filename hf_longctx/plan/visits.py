@@ -1,100 +1,24 @@
-"""Who sees which rows of whom -> where visiting rows stand in a rank's arrays, and their tasks.
+"""Visiting rows -> where they stand in a rank's arrays, and the tasks that they take part in.
 
 Floor: plan. `ring` and `charm` bring keys and values to queries that stay (or, in backward, queries
-to keys). Rows of a rank are named by their owner and its row numbers, whatever array holds them.
+to keys). What an operation names is a block: rows of an array.
 """
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from operator import attrgetter, itemgetter
 
-from ..intervals import Range, intersect, length, union
+from ..intervals import Range, intersect
 from .cost import LayerKind
+from .demand import Demand, Rows, cut_rows
 from .layout import Layout, Placed
 from .program import HOME, Attend, AttendGrad, Block, Fold, Held, Message, Op, Phases, Post, Program
 
-Rows = tuple[Range, ...]  # sorted and disjoint
 Part = tuple[int, Rows]  # an owner and rows of it
-Parcel = tuple[int, int, Rows]  # a peer, the owner of the rows that travel, and these
 Run = tuple[Placed, tuple[Block, ...]]  # tokens of one segment, and their block in each array
 Q, KV, OUT, GRAD, DQ, DKV = range(len(HOME))
-
-
-def common(one: Rows, other: Rows) -> Rows:
-    """The rows in both."""
-    found, a, b = [], 0, 0
-    while a < len(one) and b < len(other):
-        if both := intersect(one[a], other[b]):
-            found.append(both)
-        if one[a][1] <= other[b][1]:
-            a += 1
-        else:
-            b += 1
-    return tuple(found)
-
-
-def count(rows: Rows) -> int:
-    """How many rows these are."""
-    return sum(map(length, rows))
-
-
-def cut_rows(rows: Rows, pieces: int) -> tuple[Rows, ...]:
-    """The rows in `pieces` parts whose sizes differ by one at most, in order."""
-    total, found, start = count(rows), [], 0
-    for piece in range(pieces):
-        low, high = total * piece // pieces, total * (piece + 1) // pieces
-        part, start = [], 0
-        for first, last in rows:
-            of_range = intersect((low, high), (start, start + last - first))
-            if of_range:
-                part.append((first + of_range[0] - start, first + of_range[1] - start))
-            start += last - first
-        found.append(tuple(part))
-    return tuple(found)
-
-
-class Demand:
-    """Which rows of others a growing set of ranks needs for its own rows.
-
-    Args:
-        layout (`Layout`): Where the tokens lie.
-        kind (`LayerKind`): What a row sees.
-        ranks (`Iterable[int]`): The set to begin with.
-        queries (`bool`, *optional*): Count queries that see the ranks' keys, not keys that their
-            queries see.
-    """
-
-    def __init__(
-        self, layout: Layout, kind: LayerKind, ranks: Iterable[int] = (), *, queries: bool = False
-    ) -> None:
-        self.layout, self.kind, self.queries = layout, kind, queries
-        self._tokens: dict[int, Rows] = {}  # by document
-        for rank in ranks:
-            self.add(rank)
-
-    def add(self, rank: int) -> None:
-        """Count what `rank` needs, too."""
-        for s in self.layout.of_rank(rank):
-            needed = sees(self, (s.start, s.stop), document=s.document)
-            self._tokens[s.document] = union((*self._tokens.get(s.document, ()), needed))
-
-    def of(self, owner: int) -> Rows:
-        """The rows of `owner` that some rank of the set needs."""
-        found = []
-        for s in self.layout.of_rank(owner):
-            for tokens in self._tokens.get(s.document, ()):
-                if both := intersect(tokens, (s.start, s.stop)):
-                    found.append((both[0] - s.start + s.row, both[1] - s.start + s.row))
-        return union(found)
-
-
-def sees(demand: Demand, tokens: Range, *, document: int) -> Range:
-    """The keys that these queries of a document see, or the queries that see these keys."""
-    size = int(demand.layout.lengths[document])
-    if not demand.queries:
-        return demand.kind.keys_seen(tokens, length=size)
-    low, high = demand.kind.keys_seen((size - tokens[1], size - tokens[0]), length=size)
-    return size - high, size - low  # reversed in time, a causal mask looks the other way
 
 
 class Stand:
@@ -107,44 +31,55 @@ class Stand:
 
     def __init__(self, layout: Layout, parts: Iterable[Part]) -> None:
         self.layout, self.rows = layout, 0
-        self._starts: dict[int, list[tuple[Range, int]]] = {}
+        self._ranges: dict[int, list[tuple[int, int, int]]] = {}  # rows, and where the first stands
         for owner, rows in parts:
-            for part in rows:
-                self._starts.setdefault(owner, []).append((part, self.rows))
-                self.rows += length(part)
+            for start, stop in rows:
+                self._ranges.setdefault(owner, []).append((start, stop, self.rows))
+                self.rows += stop - start
 
     @property
     def parts(self) -> Iterator[Part]:
         """Owners and rows, in the order of the array."""
-        return ((owner, tuple(r for r, _ in held)) for owner, held in self._starts.items())
+        for owner, ranges in self._ranges.items():
+            yield owner, tuple((start, stop) for start, stop, _ in ranges)
 
     def blocks(self, array: int, owner: int, rows: Rows) -> tuple[Block, ...]:
         """Where rows of an owner, all held here, stand in `array`."""
-        found, held = [], self._starts[owner] if rows else []
+        found = []
         for start, stop in rows:
-            (first, last), at = held[bisect_right(held, start, key=lambda h: h[0][0]) - 1]
-            assert first <= start < stop <= last, (owner, rows, held)
+            ranges = self._ranges[owner]
+            after = bisect_right(ranges, start, key=itemgetter(0)) if len(ranges) > 1 else 1
+            first, last, at = ranges[after - 1]
+            assert first <= start < stop <= last, (owner, rows, ranges)
             found.append(Block(array, at + start - first, at + stop - first))
         return tuple(found)
 
-    def held(self, array: int) -> Iterator[Held]:
+    @cached_property
+    def _segments(self) -> list[tuple[int, ...]]:
+        """The fields of `Held` but the array."""
+        return [
+            (at + s.row - start, *s[2:])
+            for owner, ranges in self._ranges.items()
+            for start, stop, at in ranges
+            for s in segments(self.layout, owner, ((start, stop),))
+        ]
+
+    def held(self, array: int) -> list[Held]:
         """What `array` holds if its rows stand like this."""
-        for owner, rows in self.parts:
-            for s in segments(self.layout, owner, rows):
-                (block,) = self.blocks(array, owner, (_rows(s),))
-                yield Held(array, block.start, *s[2:])
+        return [Held(array, *rest) for rest in self._segments]
 
     def runs(self, arrays: Sequence[int], owner: int, rows: Rows) -> Iterator[Run]:
         """The rows of an owner by segment, each with its block in every array that stands so."""
         for s in segments(self.layout, owner, rows):
-            yield s, tuple(b for a in arrays for b in self.blocks(a, owner, (_rows(s),)))
+            (block,) = self.blocks(0, owner, ((s.row, s.row + s.stop - s.start),))
+            yield s, tuple(Block(a, block.start, block.stop) for a in arrays)
 
 
 def segments(layout: Layout, owner: int, rows: Rows) -> Iterator[Placed]:
     """The rows of an owner as runs of tokens of one document."""
     held = layout.of_rank(owner)
     for start, stop in rows:
-        at = bisect_right(held, start, key=lambda s: s.row) - 1
+        at = bisect_right(held, start, key=attrgetter("row")) - 1
         while at < len(held) and held[at].row < stop:
             s = held[at]
             low, high = max(start, s.row), min(stop, s.row + s.stop - s.start)
@@ -156,12 +91,10 @@ def _part(run: Run, tokens: Range) -> Run:
     """The rows of a run that hold these tokens of its segment."""
     s, blocks = run
     after, before = tokens[0] - s.start, s.stop - tokens[1]
-    part = s._replace(row=s.row + after, start=tokens[0], stop=tokens[1])
-    return part, tuple(b._replace(start=b.start + after, stop=b.stop - before) for b in blocks)
-
-
-def _rows(segment: Placed) -> Range:
-    return segment.row, segment.row + segment.stop - segment.start
+    if not after and not before:
+        return run
+    part = Placed(s.rank, s.row + after, s.document, *tokens)
+    return part, tuple(Block(b.array, b.start + after, b.stop - before) for b in blocks)
 
 
 class Visits:
@@ -238,10 +171,14 @@ class Visits:
         for number, tasks in enumerate(rounds):
             direct = first and number == 0
             part = self.total if direct else self.array("part", self.home)
-            ops += [Attend(q, kv, q._replace(array=part)) for (_, (q,)), (_, (kv,)) in tasks]
-            for (_, (q,)), _ in [] if direct else tasks:
-                total = q._replace(array=self.total)
-                ops.append(Fold(total, (total, q._replace(array=part)), "lse"))
+            partials = [Block(part, q.start, q.stop) for (_, (q,)), _ in tasks]
+            ops += [
+                Attend(q, kv, into)
+                for ((_, (q,)), (_, (kv,))), into in zip(tasks, partials, strict=True)
+            ]
+            for into in [] if direct else partials:
+                total = Block(self.total, into.start, into.stop)
+                ops.append(Fold(total, (total, into), "lse"))
         return ops
 
     def attend_grad(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[Op]:
