@@ -9,7 +9,7 @@ rows travel that some rank of the domain at the other end needs.
 from typing import NamedTuple
 
 from .cost import LayerKind
-from .demand import Demand, Rows, common, count, cut_rows
+from .demand import Demand, Rows, common, cut_rows
 from .layout import Layout
 from .levels import Levels
 from .visits import Stand
@@ -171,9 +171,5 @@ def queries_are_lighter(layout: Layout, kind: LayerKind, *, levels: Levels) -> b
 def _crossing(layout: Layout, kind: LayerKind, levels: Levels, *, queries: bool) -> int:
     """Rows that cross the outermost level, of all ranks."""
     size = levels.below(0)
-    total = 0
-    for first in range(0, layout.ranks, size):
-        domain = range(first, first + size)
-        demand = Demand(layout, kind, domain, queries=queries)
-        total += sum(count(demand.of(o)) for o in range(layout.ranks) if o not in domain)
-    return total
+    domains = (range(first, first + size) for first in range(0, layout.ranks, size))
+    return sum(Demand(layout, kind, domain, queries=queries).elsewhere() for domain in domains)

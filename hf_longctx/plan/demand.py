@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ..intervals import Range, intersect, length, union
 from .cost import LayerKind
-from .layout import Layout
+from .layout import Layout, Placed
 
 Rows = tuple[Range, ...]  # sorted and disjoint
 
@@ -60,30 +60,49 @@ class Demand:
         self, layout: Layout, kind: LayerKind, ranks: Iterable[int] = (), *, queries: bool = False
     ) -> None:
         self.layout, self.kind, self.queries = layout, kind, queries
-        self._tokens: dict[int, Rows] = {}  # by document
-        for rank in ranks:
-            self.add(rank)
+        self._ranks = set(ranks)
+        self._needed: dict[int, Rows] = {}  # tokens, by document, of those that were asked for
 
     def add(self, rank: int) -> None:
         """Count what `rank` needs, too."""
+        self._ranks.add(rank)
         for s in self.layout.of_rank(rank):
-            needed = sees(self, (s.start, s.stop), document=s.document)
-            self._tokens[s.document] = union((*self._tokens.get(s.document, ()), needed))
+            if s.document in self._needed:
+                self._needed[s.document] = union((*self._needed[s.document], sees(self, s)))
 
     def of(self, owner: int) -> Rows:
         """The rows of `owner` that some rank of the set needs."""
         found = []
         for s in self.layout.of_rank(owner):
-            for tokens in self._tokens.get(s.document, ()):
+            for tokens in self._tokens(s.document):
                 if both := intersect(tokens, (s.start, s.stop)):
                     found.append((both[0] - s.start + s.row, both[1] - s.start + s.row))
         return union(found)
 
+    def elsewhere(self) -> int:
+        """How many rows of ranks outside the set it needs."""
+        documents = {s.document for rank in self._ranks for s in self.layout.of_rank(rank)}
+        return sum(
+            length((max(start, s.start), min(stop, s.stop)))
+            for document in documents
+            for start, stop in self._tokens(document)
+            for s in self.layout.by_document[document]
+            if s.rank not in self._ranks
+        )
 
-def sees(demand: Demand, tokens: Range, *, document: int) -> Range:
-    """The keys that these queries of a document see, or the queries that see these keys."""
-    size = int(demand.layout.lengths[document])
+    def _tokens(self, document: int) -> Rows:
+        """The tokens of a document that the set needs."""
+        if document not in self._needed:
+            held = self.layout.by_document[document]
+            self._needed[document] = union(sees(self, s) for s in held if s.rank in self._ranks)
+        return self._needed[document]
+
+
+def sees(demand: Demand, segment: Placed) -> Range:
+    """The keys that the queries of a segment see, or the queries that see its keys."""
+    size = int(demand.layout.lengths[segment.document])
     if not demand.queries:
-        return demand.kind.keys_seen(tokens, length=size)
-    low, high = demand.kind.keys_seen((size - tokens[1], size - tokens[0]), length=size)
+        return demand.kind.keys_seen((segment.start, segment.stop), length=size)
+    mirrored = size - segment.stop, size - segment.start
+    low, high = demand.kind.keys_seen(mirrored, length=size)
     return size - high, size - low  # reversed in time, a causal mask looks the other way

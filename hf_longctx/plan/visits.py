@@ -116,6 +116,7 @@ class Visits:
             self.array(name, self.home)
         self.total = self.array("part", self.home)
         self._tags = 0
+        self._runs: dict[tuple[int, ...], list[Run]] = {}
         self._own = Demand(layout, kind, [rank])
 
     def array(self, kind: str, stand: Stand) -> int:
@@ -136,7 +137,9 @@ class Visits:
 
     def own(self, *arrays: int) -> list[Run]:
         """The rank's own segments, each with its block in these arrays of its own."""
-        return list(self.home.runs(arrays, self.rank, self.own_rows))
+        if arrays not in self._runs:
+            self._runs[arrays] = list(self.home.runs(arrays, self.rank, self.own_rows))
+        return self._runs[arrays]
 
     def pairs(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[tuple[Run, Run]]:
         """(queries, keys) of one document: those keys that some of the queries sees."""
@@ -146,7 +149,9 @@ class Visits:
         found = []
         for query in queries:
             s = query[0]
-            near = by_document.get(s.document, ())
+            near = by_document.get(s.document)
+            if not near:
+                continue
             size = int(self.layout.lengths[s.document])
             seen = self.kind.keys_seen((s.start, s.stop), length=size)
             parts = ((k, intersect((k[0].start, k[0].stop), seen)) for k in near)
