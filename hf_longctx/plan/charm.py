@@ -41,7 +41,8 @@ def program(
         rank (`int`): Whose program it is.
         kind (`LayerKind`): The layers it is for.
         levels (`Levels`): The nested domains; `(R,)` is flat.
-        pieces (`int`, *optional*, defaults to 4): Parts in which rows cross a level.
+        pieces (`int`, *optional*, defaults to 4): Parts in which rows cross a level, at least; see
+            `crossings`.
         queries (`bool`, *optional*): In backward queries travel, and keys stay.
     """
     assert levels.ranks == layout.ranks, (levels, layout.ranks)

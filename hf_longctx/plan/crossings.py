@@ -42,7 +42,9 @@ class Crossings:
         kind (`LayerKind`): What a row sees.
         levels (`Levels`): The nested domains.
         rank (`int`): The rank.
-        pieces (`int`): Parts of the rows that cross a level; inside the innermost they go whole.
+        pieces (`int`): Parts of the rows that cross a level, at least: as many as ranks share them
+            behind it, so that what is under way does not grow with those. Inside the innermost
+            level rows go whole.
         queries (`bool`): Queries travel to keys that they see, not keys to queries.
     """
 
@@ -66,9 +68,11 @@ class Crossings:
 
     def units(self, level: int) -> list[Unit]:
         """The units that cross a level, in order."""
-        pieces = self.pieces if level < self.innermost else 1
-        offsets = range(1, self.levels.sizes[level])
-        return [Unit(level, offset, piece) for offset in offsets for piece in range(pieces)]
+        pieces, offsets = range(self._count(level)), range(1, self.levels.sizes[level])
+        return [Unit(level, offset, piece) for offset in offsets for piece in pieces]
+
+    def _count(self, level: int) -> int:
+        return max(self.pieces, self.levels.below(level)) if level < self.innermost else 1
 
     def order(self, *, backward: bool) -> list[Unit]:
         """All units as they are worked on: those of each level spread evenly over the time.
@@ -133,8 +137,7 @@ class Crossings:
         domain = self._domain(receiver, unit.level)
         if (owner, domain) not in self._pieces:
             rows = self._need(owner, domain)
-            pieces = self.pieces if unit.level < self.innermost else 1
-            self._pieces[owner, domain] = cut_rows(rows, pieces)
+            self._pieces[owner, domain] = cut_rows(rows, self._count(unit.level))
         piece = self._pieces[owner, domain][unit.piece]
         if level == unit.level or not piece:
             return piece
