@@ -74,6 +74,7 @@ class Postings:
         self.pending: dict[int, _Posted] = {}
         self.waiting_for = ""
         self._queues: dict[int, deque[_Posted]] = {}  # by channel: what its thread waits for
+        self._filled: dict[int, list[tuple[int, int, Block]]] = {}  # by array: tag, peer, block
 
     def post(self, op: Post) -> None:
         """Start an exchange. Raises `PlanError` on a relay of what is not under way or received."""
@@ -89,6 +90,8 @@ class Postings:
         self.pending[op.tag] = posted
         if op.tag in self.relayed:
             self._queues.setdefault(on, deque()).append(posted)
+            for peer, block in ((peer, b) for peer, blocks in op.recvs for b in blocks):
+                self._filled.setdefault(block.array, []).append((op.tag, peer, block))
         if posted.upon is None or posted.upon.arrived:
             self._send(posted)
         else:
@@ -139,6 +142,9 @@ class Postings:
             for block in (block for _, (_, blocks) in posted.recvs for block in blocks):
                 self.refuse(block)
             self._take(posted)
+        else:
+            for array in {b.array for _, (_, blocks) in posted.recvs for b in blocks}:
+                self._filled[array] = [x for x in self._filled[array] if x[0] != tag]
         del self.pending[tag]
 
     def _missing(self, posted: _Posted) -> int | None:
@@ -157,14 +163,12 @@ class Postings:
 
     def refuse(self, block: Block) -> None:
         """Raise `PlanError` where the waiting threads may fill or pass on rows of `block` now."""
-        for posted in self.pending.values():
-            if posted.post.tag in self.relayed:
-                for _, (peer, blocks) in posted.recvs:
-                    if any(_meet(block, other) for other in blocks):
-                        raise PlanError(
-                            f"rank {self.rank}: touches {block}, which tag {posted.post.tag} from "
-                            f"{peer} fills and relays; wait for it first"
-                        )
+        for tag, peer, other in self._filled.get(block.array, ()):
+            if _meet(block, other):
+                raise PlanError(
+                    f"rank {self.rank}: touches {block}, which tag {tag} from {peer} fills and "
+                    "relays; wait for it first"
+                )
 
 
 def _heads(block: Block) -> tuple[int, int]:
