@@ -65,7 +65,9 @@ def test_results_are_the_same_bits_under_fifty_draws_of_delays(kv_heads: int) ->
     rows = Rows.random(sum(LENGTHS), kv_heads=kv_heads, dtype=torch.float32)
     plan = nested((2, 2), rows)
     assert plan.moves_queries == (kv_heads == 2)
-    assert all(plan.program(rank).relayed(backward=back) for rank in range(4) for back in (0, 1))
+    assert all(
+        plan.program(rank).relayed(backward=back) for rank in range(4) for back in (False, True)
+    )
     first = run_threads(plan, rows).results
     for seed in range(50 if kv_heads == 1 else 10):
         again = run_threads(plan, rows, channels=late_channels(4, seed=seed))

@@ -22,18 +22,11 @@ LENGTHS = [37, 1, 90, 2, 3, 1]
 
 
 def planned(
-    name: str,
-    *,
-    ranks: int,
-    size: int,
-    rows: Rows,
-    lengths: list[int] = LENGTHS,
-    topology: Levels | None = None,
-    **sees: int,
+    name: str, *, ranks: int, size: int, rows: Rows, lengths: list[int] = LENGTHS, **sees: int
 ) -> Plan:
     layout = cut(lengths, ranks=ranks, layout="contiguous" if size == ranks else "zigzag")
     kind = rows.kind(window=sees.get("window", 0), causal=bool(sees.get("causal", True)))
-    return make_plan(name, layout, kind=kind, ulysses_size=size, topology=topology)
+    return make_plan(name, layout, kind=kind, ulysses_size=size)
 
 
 def sharings(heads: int, kv_heads: int, *, most: int) -> list[tuple[int, int]]:
@@ -120,8 +113,9 @@ def test_memory_does_not_grow_with_the_ranks() -> None:
 def test_heads_are_exchanged_over_the_channels_of_the_level_that_their_domain_crosses(
     name: str, size: int, sizes: tuple[int, ...], forward: set[int], backward: set[int]
 ) -> None:
-    rows = Rows.random(sum(LENGTHS), heads=4, kv_heads=2)
-    plan = planned(name, ranks=4, size=size, rows=rows, topology=Levels(sizes))
+    kind = LayerKind(query_width=16, key_value_width=16, heads=4, kv_heads=2)
+    held = cut(LENGTHS, ranks=4, layout="zigzag")
+    plan = make_plan(name, held, kind=kind, ulysses_size=size, topology=Levels(sizes))
     check(plan)
     for rank in range(4):
         for direction, used in enumerate((forward, backward)):
