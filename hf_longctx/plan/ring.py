@@ -3,7 +3,9 @@
 Floor: plan. Source: arXiv 2310.01889. In hop h rank r works on the chunk of rank r - h while the
 next one travels; a receive is posted one hop ahead. Of a chunk only those rows travel on that some
 later rank of the way sees. In backward a chunk's gradient travels one hop behind it, and goes home
-from the last rank that adds to it, which half of the home's own work hides. Letters: R ranks.
+from the last rank that adds to it, which half of the home's own work hides. However many ranks
+there are, one holds three visiting chunks of keys and values (worked on, coming, expected), and in
+backward three of gradients and what has come home of its own. Letters: R ranks.
 """
 
 from .cost import LayerKind
