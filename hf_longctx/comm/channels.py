@@ -5,6 +5,7 @@ The n-th message from a to b meets the n-th receive that b posted for a. Every w
 and its error names the rank, what it was doing and the peer.
 """
 
+import re
 import threading
 import time
 from collections import Counter
@@ -67,8 +68,14 @@ class Channel(Protocol):
         ...
 
 
-def _failed(rank: int, what: str, peer: int, cause: object) -> ExchangeError:
-    return ExchangeError(f"rank {rank}: {what} with rank {peer} did not finish: {cause}")
+def cause(error: RuntimeError) -> str:
+    """gloo's error in a line, without its source file and general advice."""
+    line = (str(error).splitlines() or ["time-out"])[0]
+    return re.sub(r"^\[[^] ]+:\d+\] ", "", line).split(" This is typically")[0]
+
+
+def _failed(rank: int, what: str, peer: int, why: object) -> ExchangeError:
+    return ExchangeError(f"rank {rank}: {what} with rank {peer} did not finish: {why}")
 
 
 class _GlooExchange:
@@ -85,8 +92,7 @@ class _GlooExchange:
             try:
                 work.wait(max(left, _AT_LEAST))  # what has come is taken, however late it is
             except RuntimeError as error:
-                cause = str(error).splitlines()[0] if str(error) else "time-out"
-                raise _failed(self.channel.rank, self.what, peer, cause) from error
+                raise _failed(self.channel.rank, self.what, peer, cause(error)) from error
 
 
 class GlooChannel:
@@ -119,7 +125,7 @@ class GlooChannel:
                 self.sent[peer] += data.numel()  # first: who has received it may ask at once
                 works.append((peer, self.group.send([data], peer, tag)))
         except RuntimeError as error:
-            raise _failed(self.rank, what, peer, str(error).splitlines()[0]) from error
+            raise _failed(self.rank, what, peer, cause(error)) from error
         return _GlooExchange(self, works, what)
 
     def close(self) -> None:
@@ -134,9 +140,8 @@ class GlooChannel:
         try:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
-            cause = str(error).splitlines()[0]
             raise ExchangeError(
-                f"rank {self.rank}: comparing {what} did not finish: {cause}"
+                f"rank {self.rank}: comparing {what} did not finish: {cause(error)}"
             ) from error
         _same(int(both[0]), -int(both[1]), number, self.rank, what)
 
