@@ -92,8 +92,7 @@ class _GlooReserved(_GlooExchange):
             try:
                 self.works.append((peer, self.channel.send(data, peer, tag)))
             except RuntimeError as error:
-                cause = str(error).splitlines()[0]
-                raise _failed(self.channel.rank, self.what, peer, cause) from error
+                raise _failed(self.channel.rank, self.what, peer, cause(error)) from error
 
 
 class GlooChannel:
