@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from random import Random
 from threading import Timer
 from typing import Any
@@ -44,6 +45,11 @@ def late_channels(ranks: int, *, seed: int) -> list[Channel]:
     class Late(ThreadChannel):
         def send(self, data: Tensor, key: Any) -> None:
             Timer(noise.uniform(0, 0.003), ThreadChannel.send, (self, data, key)).start()
+
+        @cached_property
+        def more(self) -> tuple[ThreadChannel, ...]:
+            count = hub.more if self.number == 0 else 0
+            return tuple(Late(hub, self.rank, 1 + other) for other in range(count))
 
     hub = Hub(ranks, timeout=20.0)
     return [Late(hub, rank) for rank in range(ranks)]
