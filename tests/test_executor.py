@@ -208,16 +208,16 @@ def test_results_do_not_depend_on_the_order_of_arrival(algorithm: str, layout: s
 @every_layout
 def test_ring_memory_does_not_grow_with_the_ranks(layout: str) -> None:
     # Three visiting chunks of keys and values; in backward three of gradients as well, and what
-    # comes home. All are in use from six ranks on, and under zigzag and spread from five on.
-    peaks, chunk = {}, 64
-    for ranks in (5, 6, 8) if layout == "spread" else (6, 7, 8):
+    # comes home. All are in use from six ranks on.
+    peaks, chunk = {}, 256
+    for ranks in (6, 7, 8):
         rows = Rows.random(chunk * ranks)
         run = run_threads(
             planned("ring", [chunk * ranks], ranks=ranks, layout=layout, rows=rows), rows
         )
         peaks[ranks] = max(account.peak_bytes for account in run.accounts)
     fewest, *more = peaks.values()
-    assert more == [fewest] * 2
+    assert 0 < max(more) <= fewest
     assert fewest <= chunk * (3 * rows.widths.row("kv") + 4 * rows.widths.row("dkv"))
 
 
