@@ -186,7 +186,7 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     causal=st.booleans(),
     tolerance=st.sampled_from([0.0, 0.05, 0.5]),
     layout=st.sampled_from(LAYOUTS),
-    other=st.sampled_from([name for name in ALGORITHMS if name != "distca"]),
+    other=st.sampled_from(("charm", "ulysses")),
 )
 @examples(1000)
 def test_plans_of_a_thousand_document_sets_are_accepted(
@@ -199,8 +199,9 @@ def test_plans_of_a_thousand_document_sets_are_accepted(
     other: str,
 ) -> None:
     kind = replace(KIND, window=window, causal=causal, heads=ranks)
-    held = cut(lengths, ranks=ranks, layout=layout)
-    for algorithm in ("distca", other):
+    plans = [(at, algorithm) for at in LAYOUTS for algorithm in ("distca", "ring")]
+    for at, algorithm in [*plans, (layout, other)]:
+        held = cut(lengths, ranks=ranks, layout=at)
         check(make_plan(algorithm, held, kind=kind, tolerance=tolerance))
 
 

@@ -226,8 +226,8 @@ def test_nothing_is_left_of_a_killed_cluster(namespaces: None, signal_number: in
 
 
 def ended(name: str, content: bytes) -> bool:
-    """Whether none is left within half a minute: a killed one takes some milliseconds."""
-    until = time.monotonic() + 30
+    """Whether no process is left within five seconds: a killed one takes some milliseconds."""
+    until = time.monotonic() + 5
     while processes_of(name, content):
         if time.monotonic() > until:
             return False

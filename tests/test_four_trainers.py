@@ -37,7 +37,7 @@ def test_b50_twelve_packs_over_two_groups_of_two_take_three_steps(four):
     (arithmetic,) = [line for line in case["lines"] if "trainers" in line]
     assert "4 trainers = 2 group(s) of 2 ranks; a batch holds 2 x 24 = 48 tokens" in arithmetic
     assert "12 packs / 2 group(s) = 6 batches per epoch, accumulated 2 at a time" in arithmetic
-    assert arithmetic.endswith("3 steps")
+    assert arithmetic.endswith("3 steps; overlap none, 0 server(s)")
     right = plain_loop(FOUR["twelve_packs_of_two"], world=4)
     assert [e["loss"] for e in steps(case)] == pytest.approx(right.losses, rel=1e-5)
     assert [e["grad_norm"] for e in steps(case)] == pytest.approx(right.norms, rel=1e-5)

@@ -102,7 +102,7 @@ def test_b62_servers_end_with_a_trainer_that_is_killed(tmp_path):
         until(lambda: all(path.exists() for path in held), seconds=120)
         (server,) = [pid for pid in marked(str(tmp_path)) if _serves(pid)]
         os.kill(int(held[0].read_text()), signal.SIGKILL)  # the trainer that started it
-        until(lambda: not Path(f"/proc/{server}").exists(), seconds=60)
+        until(lambda: not Path(f"/proc/{server}").exists(), seconds=5)
         until(lambda: not marked(str(tmp_path)), seconds=30)
         assert launcher.wait(timeout=10) != 0, output.read_text()[-4000:]
     finally:

@@ -167,7 +167,7 @@ def test_b50_twelve_packs_take_three_steps(two):
     (arithmetic,) = [line for line in case["lines"] if "trainers" in line]
     assert "2 trainers = 2 group(s) of 1 ranks; a batch holds 1 x 48 = 48 tokens" in arithmetic
     assert "12 packs / 2 group(s) = 6 batches per epoch, accumulated 2 at a time" in arithmetic
-    assert arithmetic.endswith("3 steps")
+    assert arithmetic.endswith("3 steps; overlap none, 0 server(s)")
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Plan:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """int64 `[shares, 9]`: the fields of `Share`: what is computed where, in one part."""
+        """int64 `[shares, 8]`: the fields of `Share` but `part`: what is computed where."""
         return shares(self.layout, self.tasks, self.loans, kind=self.kind)
 
     @cached_property

@@ -137,10 +137,10 @@ def _reads(
 
 
 def shares(layout: Layout, tasks: np.ndarray, loans: np.ndarray, *, kind: LayerKind) -> np.ndarray:
-    """int64 `[shares, 9]`: the fields of `Share`, by server, document, row and key; one part."""
+    """int64 `[shares, 8]`: the fields of `Share` but `part`, by server, document, row and key."""
     tasks = tasks.astype(np.int64)
     keys = kind.keys_seen_by(*tasks[:, 1:3].T, length=layout.lengths[tasks[:, 0]])
-    table = np.column_stack([tasks, *keys, np.zeros((len(tasks), 2), np.int64)])
+    table = np.column_stack([tasks, *keys, np.zeros(len(tasks), np.int64)])
     lent: dict[int, list[Loan]] = {}
     for row in loans.tolist():
         lent.setdefault(row[0], []).append(Loan(*row))
@@ -154,5 +154,7 @@ def shares(layout: Layout, tasks: np.ndarray, loans: np.ndarray, *, kind: LayerK
             for loan in given
         ]
     rest = np.delete(table, list(lent), axis=0)
-    rows = np.concatenate([rest, np.asarray(cut, np.int64).reshape(-1, 9)])
+    rows = np.concatenate(
+        [rest, np.asarray([share[:-1] for share in cut], np.int64).reshape(-1, 8)]
+    )
     return rows[np.lexsort(rows.T[[5, 1, 0, 4]])]
