@@ -105,8 +105,10 @@ class RankPool:
         assert 1 <= used <= self.ranks, (used, self.ranks)
         results: dict[int, Any] = {}
         try:
-            for pipe in self._pipes[:used]:
-                pipe.send((job, used, channels, given))
+            for rank, pipe in enumerate(self._pipes):  # all ranks take part in making groups
+                pipe.send(
+                    (job, used, channels, given) if rank < used else (None, used, channels, {})
+                )
             while len(results) < used:
                 for rank in self._ready(results, used):
                     failed, value = self._pipes[rank].recv()
@@ -164,8 +166,10 @@ def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) 
             break
         try:
             own = groups[used]
-            while len(own) < channels:  # the job's ranks alone are here to make one
-                own.append(dist.new_group(list(range(used)), use_local_synchronization=True))
+            while len(own) < channels:
+                own.append(dist.new_group(list(range(used))))
+            if job is None:
+                continue
             channel = over_groups(own[:channels], timeout=timeout)
             context = RankContext(rank, used, channel, own[0])
             pipe.send((False, job(context, **given)))
