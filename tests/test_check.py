@@ -186,14 +186,21 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     causal=st.booleans(),
     tolerance=st.sampled_from([0.0, 0.05, 0.5]),
     layout=st.sampled_from(LAYOUTS),
+    other=st.sampled_from([name for name in ALGORITHMS if name != "distca"]),
 )
 @examples(1000)
 def test_plans_of_a_thousand_document_sets_are_accepted(
-    lengths: list[int], ranks: int, window: int, causal: bool, tolerance: float, layout: str
+    lengths: list[int],
+    ranks: int,
+    window: int,
+    causal: bool,
+    tolerance: float,
+    layout: str,
+    other: str,
 ) -> None:
     kind = replace(KIND, window=window, causal=causal, heads=ranks)
     held = cut(lengths, ranks=ranks, layout=layout)
-    for algorithm in ALGORITHMS:
+    for algorithm in ("distca", other):
         check(make_plan(algorithm, held, kind=kind, tolerance=tolerance))
 
 
@@ -293,6 +300,7 @@ def test_columns_keep_every_operation() -> None:
     block, group = Block(0, 1, 3), Block(1, 0, 2, 1, 2)
     ops: tuple[Op, ...] = (
         Post(7, ((2, (block, group)), (0, (group,))), ((1, (block,)),)),
+        Post(8, ((0, (block,)),), (), after=7, channel=3),
         Wait(7),
         Attend(block, group, block),
         AttendGrad(block, group, block, block, group),
@@ -303,6 +311,7 @@ def test_columns_keep_every_operation() -> None:
         arrays=[("q", 4), ("kv", 2)], held=[], forward=(ops, ()), backward=(ops[1:],)
     )
     assert (program.forward, program.backward) == ((ops, ()), (ops[1:],))
+    assert program.relayed(backward=False) == program.relayed(backward=True) == {7}
 
 
 def test_ring_bytes_and_peaks_by_hand() -> None:

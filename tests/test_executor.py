@@ -207,13 +207,18 @@ def test_results_do_not_depend_on_the_order_of_arrival(algorithm: str, layout: s
 
 @every_layout
 def test_ring_memory_does_not_grow_with_the_ranks(layout: str) -> None:
-    peaks = {}
-    for ranks in (6, 7, 8):  # all buffers are in use from six on
-        lengths = [256 * ranks]
-        rows = Rows.random(sum(lengths))
-        run = run_threads(planned("ring", lengths, ranks=ranks, layout=layout, rows=rows), rows)
+    # Three visiting chunks of keys and values; in backward three of gradients as well, and what
+    # comes home. All are in use from six ranks on, and under zigzag and spread from five on.
+    peaks, chunk = {}, 64
+    for ranks in (5, 6, 8) if layout == "spread" else (6, 7, 8):
+        rows = Rows.random(chunk * ranks)
+        run = run_threads(
+            planned("ring", [chunk * ranks], ranks=ranks, layout=layout, rows=rows), rows
+        )
         peaks[ranks] = max(account.peak_bytes for account in run.accounts)
-    assert 0 < peaks[8] <= peaks[7] <= peaks[6]
+    fewest, *more = peaks.values()
+    assert more == [fewest] * 2
+    assert fewest <= chunk * (3 * rows.widths.row("kv") + 4 * rows.widths.row("dkv"))
 
 
 @every_algorithm

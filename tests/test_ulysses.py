@@ -8,12 +8,14 @@ import pytest
 import torch
 from helpers import Rows, nan_memory, reference, run_lock_step, run_threads
 
+from hf_longctx.comm.topology import given_levels
 from hf_longctx.plan.check import check
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.count import peak_bytes, sent, sent_in_layer
 from hf_longctx.plan.layout import cut
 from hf_longctx.plan.levels import Levels
 from hf_longctx.plan.plans import Plan, make_plan
+from hf_longctx.plan.program import Post
 from hf_longctx.support import Sharing, refuse_heads
 
 LENGTHS = [37, 1, 90, 2, 3, 1]
@@ -34,17 +36,24 @@ def sharings(heads: int, kv_heads: int, *, most: int) -> list[tuple[int, int]]:
     return [(r, size) for r in counts for size in sizes[r] if size > 1]
 
 
-@pytest.mark.parametrize("name", ["ulysses", "charm"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (9, 3), (28, 4)])
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads"),
+    [("ulysses", 4, 4), ("charm", 4, 2), ("ulysses", 4, 1), ("charm", 9, 3), ("ulysses", 28, 4)],
+)
 def test_every_pair_is_computed_once(name: str, heads: int, kv_heads: int) -> None:
     rows = Rows.random(sum(LENGTHS), heads=heads, kv_heads=kv_heads, head_dim=1)
-    for ranks, size in sharings(heads, kv_heads, most=8):
+    for ranks, size in [
+        *sharings(heads, kv_heads, most=5),
+        *sharings(heads, kv_heads, most=8)[-1:],
+    ]:
         sees = {"window": 7 * (ranks % 2), "causal": ranks % 3 > 0}
         check(planned(name, ranks=ranks, size=size, rows=rows, **sees))
 
 
-@pytest.mark.parametrize("name", ["ulysses", "charm"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (9, 3), (12, 2)])
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads"),
+    [("ulysses", 4, 4), ("charm", 4, 2), ("ulysses", 4, 1), ("charm", 9, 3), ("ulysses", 12, 2)],
+)
 def test_b26_outputs_and_gradients_are_those_of_one_process(
     name: str, heads: int, kv_heads: int
 ) -> None:
@@ -89,6 +98,29 @@ def test_memory_does_not_grow_with_the_ranks() -> None:
         program = plan.program(0)
         peaks[ranks] = [peak_bytes(program, rows.widths, backward=b) for b in (False, True)]
     assert peaks[2] == peaks[4] == peaks[8]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "sizes", "forward", "backward"),
+    [
+        ("ulysses", 4, (2, 2), {0}, {0, 1}),
+        ("ring", 2, (2, 2), {0, 2}, {0, 2, 3}),
+        ("charm", 2, (2, 2), {0, 2}, {0, 1, 2, 3}),
+        ("charm", 2, (4,), {0}, {0, 1}),
+        ("charm", 4, (2, 2), {0}, {0, 1}),
+    ],
+)
+def test_heads_are_exchanged_over_the_channels_of_the_level_that_their_domain_crosses(
+    name: str, size: int, sizes: tuple[int, ...], forward: set[int], backward: set[int]
+) -> None:
+    kind = LayerKind(query_width=16, key_value_width=16, heads=4, kv_heads=2)
+    held = cut(LENGTHS, ranks=4, layout="zigzag")
+    plan = make_plan(name, held, kind=kind, ulysses_size=size, topology=Levels(sizes))
+    check(plan)
+    for rank in range(4):
+        for direction, used in enumerate((forward, backward)):
+            (phase,) = plan.program(rank).backward if direction else plan.program(rank).forward
+            assert {op.channel for op in phase if isinstance(op, Post)} == used
 
 
 def test_work_follows_the_shares_of_the_heads() -> None:
@@ -136,3 +168,8 @@ def test_domains_are_refused_where_nothing_is_exchanged_by_heads() -> None:
     assert Levels((2, 4)).outside(8) == Levels((1,))
     with pytest.raises(ValueError, match="ulysses_size=3 does not divide the domains"):
         Levels((2, 4)).outside(3)
+    held = cut([64], ranks=6, layout="zigzag")
+    with pytest.raises(ValueError, match="ulysses_size=2 does not divide the domains of .*=2x3"):
+        make_plan("charm", held, kind=LayerKind(heads=2), topology=Levels((2, 3)), ulysses_size=2)
+    with pytest.raises(ValueError, match="ulysses_size=2 does not divide the domains of .*=2x3"):
+        given_levels("2x3", ranks=6, ulysses_size=2)

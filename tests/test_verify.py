@@ -24,7 +24,6 @@ from hf_longctx.kernels import softmax
 from hf_longctx.plan.layout import cut
 from hf_longctx.plan.plans import make_plan
 from hf_longctx.runtime.autograd import attend
-from hf_longctx.support import NESTED
 from hf_longctx.verify import compare
 from hf_longctx.verify.ranks import RankResult, run_rank
 
@@ -94,11 +93,18 @@ def test_dropout_is_off_on_both_sides(rank_pool, tmp_path, family):
     assert {*noisy} <= {*report["set_to_0"]}
 
 
-@pytest.mark.parametrize(("ranks", "topology"), [(4, "2x2"), (2, "2x1"), (3, "3x1")])
-@pytest.mark.parametrize("name", NESTED)
-def test_domains_of_ranks(rank_pool, name, ranks, topology):
-    family = "llama_9_3" if name == "ulysses" and ranks == 3 else "llama"
-    arguments = LongCtxArguments(longctx_topology=topology)
+@pytest.mark.parametrize(
+    ("name", "family", "ranks", "topology", "size"),
+    [
+        ("charm", "llama", 4, "2x2", 1),
+        ("charm", "llama_9_3", 3, "3x1", 1),
+        ("ring", "llama", 2, "2x1", 1),
+        ("ulysses", "llama_9_3", 3, "3x1", 1),
+        ("charm", "llama", 4, "2x2", 2),
+    ],
+)
+def test_domains_of_ranks(rank_pool, name, family, ranks, topology, size):
+    arguments = LongCtxArguments(longctx_topology=topology, longctx_ulysses_size=size)
     report = verify(rank_pool, family, name=name, ranks=ranks, arguments=arguments)
     assert_holds(report, FLOAT64 | FLOAT32 | ZERO)
     assert report["topology"] == topology

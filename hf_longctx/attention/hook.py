@@ -170,8 +170,8 @@ def _with_batch(
     kind = LayerKind(
         window=scoring.window,
         causal=scoring.causal,
-        query_width=rows[0][0].numel() if held else 1,
-        key_value_width=rows[1][0].numel() + rows[2][0].numel() if held else 1,
+        query_width=rows[0].shape[1:].numel(),  # also of no rows: all ranks plan the same
+        key_value_width=rows[1].shape[1:].numel() + rows[2].shape[1:].numel(),
         kv_heads=rows[1].shape[1],
         heads=rows[0].shape[1],
     )

@@ -253,7 +253,7 @@ class ThreadChannel:
     def more(self) -> "tuple[ThreadChannel, ...]":
         """The further channels."""
         count = self.hub.more if self.number == 0 else 0
-        return tuple(ThreadChannel(self.hub, self.rank, 1 + other) for other in range(count))
+        return tuple(type(self)(self.hub, self.rank, 1 + other) for other in range(count))
 
     def _key(self, source: int, target: int) -> _Key:
         self._numbers[source, target] += 1

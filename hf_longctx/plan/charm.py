@@ -4,7 +4,8 @@ Floor: plan. CHARM+ (arXiv 2611.05906) has published its aim alone: the design i
 its keys and values across a level to the rank of each other domain that has its place there, which
 passes each piece on inside, to those who see it. Foreign pieces are attended to between parts of
 the local work, in a fixed order, so that results do not depend on what arrives first. In backward a
-domain sums a piece's gradient where the piece came in, and it goes back across once.
+domain sums a piece's gradient where the piece came in, and it goes back across once. However many
+ranks there are, one holds three chunks a level, which `_WINDOW` units make up at most.
 
 Under `queries`, backward brings queries and their output gradient to keys that stay, and takes the
 queries' gradient back: fewer bytes where there are as many query heads as key/value heads.

@@ -25,6 +25,23 @@ def common(one: Rows, other: Rows) -> Rows:
     return tuple(found)
 
 
+def without(rows: Rows, others: Rows) -> Rows:
+    """The rows that are not among others."""
+    found, first = [], 0
+    for start, stop in rows:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        for low, high in others[first:]:
+            if low >= stop:
+                break
+            if start < low:
+                found.append((start, low))
+            start = high
+        if start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
 def count(rows: Rows) -> int:
     """How many rows these are."""
     return sum(map(length, rows))
@@ -67,8 +84,10 @@ class Demand:
         """Count what `rank` needs, too."""
         self._ranks.add(rank)
         for s in self.layout.of_rank(rank):
-            if s.document in self._needed:
-                self._needed[s.document] = union((*self._needed[s.document], sees(self, s)))
+            if (had := self._needed.get(s.document)) is not None:
+                needed = sees(self, s)
+                if not any(low <= needed[0] and needed[1] <= high for low, high in had):
+                    self._needed[s.document] = union((*had, needed))
 
     def of(self, owner: int) -> Rows:
         """The rows of `owner` that some rank of the set needs."""

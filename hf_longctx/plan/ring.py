@@ -3,12 +3,13 @@
 Floor: plan. Source: arXiv 2310.01889. In hop h rank r works on the chunk of rank r - h while the
 next one travels; a receive is posted one hop ahead. Of a chunk only those rows travel on that some
 later rank of the way sees. In backward a chunk's gradient travels one hop behind it, and goes home
-from the last rank that adds to it, which half of the home's own work hides. Letters: R ranks.
+from the last rank that adds to it, which half of the home's own work hides. However many ranks
+there are, one holds three visiting chunks of keys and values (worked on, coming, expected), and in
+backward three of gradients and what has come home of its own. Letters: R ranks.
 """
 
-from ..intervals import subtract
 from .cost import LayerKind
-from .demand import Demand, Rows, common
+from .demand import Demand, Rows, common, without
 from .layout import Layout
 from .program import Message, Op, Program, Wait
 from .visits import DKV, DQ, GRAD, KV, Q, Run, Stand, Visits, post
@@ -64,7 +65,7 @@ class _Ring:
             self.coming[h] = common(until.of(owner), self.visiting[h])
             own_earlier.add((self.rank + h) % self.ranks)
             touched = common(own_earlier.of(self.rank), wanted[h])
-            self.returned[h] = _without(touched, wanted[h + 1])
+            self.returned[h] = without(touched, wanted[h + 1])
             earlier.add(owner)
             until.add(owner)
 
@@ -143,7 +144,7 @@ class _Ring:
         if hop:
             stand, array, owner = self.grads[hop], self.dkv[hop], self._owner(hop)
             on = common(self.graded[hop], self.leaving[hop])
-            whole = _without(self.graded[hop], self.leaving[hop])
+            whole = without(self.graded[hop], self.leaving[hop])
             sends.append((self.after, stand.blocks(array, owner, on)))
             sends.append((owner, stand.blocks(array, owner, whole)))
             own = self.returned[hop]
@@ -158,7 +159,3 @@ class _Ring:
 
     def build(self) -> Program:
         return self.visits.program(self._forward(), self._backward())
-
-
-def _without(rows: Rows, others: Rows) -> Rows:
-    return tuple(left for r in rows for left in subtract(r, others))
