@@ -1,4 +1,4 @@
-"""Chunks relayed down any trees: exact and bit-equal whatever the timing, without a hang, bytes and peaks as planned."""
+"""Chunks relayed down trees of ranks: exact, and the same bits, bytes and peaks at any timing."""
 
 from __future__ import annotations
 
