@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not Path(arguments.token_file).is_file():
         raise ValueError(
             f"--token-file {arguments.token_file}: there is no such file; copy the one that the "
-            "trainers name in their log; they remove it when the training ends"
+            "trainers name in their log, while they train"
         )
     token = Path(arguments.token_file).read_bytes().strip()
 
@@ -96,6 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
         level="INFO", stream=sys.stderr, format="%(asctime)s hf-longctx serve: %(message)s"
     )
     logger = logging.getLogger(__name__)
+    if Path(arguments.token_file).stat().st_mode & 0o077:
+        logger.warning(
+            "others can read --token-file %s: make it yours alone with chmod 600",
+            arguments.token_file,
+        )
     visitor = Visitor(
         name=f"process {os.getpid()} on {socket.gethostname()}",
         device=arguments.device,

@@ -231,6 +231,9 @@ def main(argv: list[str]) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=model_arguments.gguf_file)
     except OSError as error:
         raise ValueError(f"--model_name_or_path {folder} cannot be read: {error}") from error
+    except ValueError as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"--model_name_or_path {folder} has no tokenizer: {why}") from error
     train_dataset = documents(data_arguments, tokenizer)
     eval_dataset = documents(data_arguments, tokenizer, evaluation=True)
     trainer = LongCtxTrainer(

@@ -6,6 +6,7 @@ than it is posted (a relay) has its number reserved meanwhile. Every wait has a 
 and its error names the rank, what it was doing and the peer.
 """
 
+import re
 import threading
 import time
 from collections import Counter
@@ -54,8 +55,14 @@ class Channel(Protocol):
         ...
 
 
-def _failed(rank: int, what: str, peer: int, cause: object) -> ExchangeError:
-    return ExchangeError(f"rank {rank}: {what} with rank {peer} did not finish: {cause}")
+def cause(error: RuntimeError) -> str:
+    """gloo's error in a line, without its source file and general advice."""
+    line = (str(error).splitlines() or ["time-out"])[0]
+    return re.sub(r"^\[[^] ]+:\d+\] ", "", line).split(" This is typically")[0]
+
+
+def _failed(rank: int, what: str, peer: int, why: object) -> ExchangeError:
+    return ExchangeError(f"rank {rank}: {what} with rank {peer} did not finish: {why}")
 
 
 class _GlooExchange:
@@ -72,8 +79,7 @@ class _GlooExchange:
             try:
                 work.wait(max(left, _AT_LEAST))  # what has come is taken, however late it is
             except RuntimeError as error:
-                cause = str(error).splitlines()[0] if str(error) else "time-out"
-                raise _failed(self.channel.rank, self.what, peer, cause) from error
+                raise _failed(self.channel.rank, self.what, peer, cause(error)) from error
 
 
 class _GlooReserved(_GlooExchange):
@@ -86,8 +92,7 @@ class _GlooReserved(_GlooExchange):
             try:
                 self.works.append((peer, self.channel.send(data, peer, tag)))
             except RuntimeError as error:
-                cause = str(error).splitlines()[0]
-                raise _failed(self.channel.rank, self.what, peer, cause) from error
+                raise _failed(self.channel.rank, self.what, peer, cause(error)) from error
 
 
 class GlooChannel:
@@ -122,7 +127,7 @@ class GlooChannel:
                 self.sent[peer] += data.numel()  # first: who has received it may ask at once
                 works.append((peer, self.send(data, peer, tag)))
         except RuntimeError as error:
-            raise _failed(self.rank, what, peer, str(error).splitlines()[0]) from error
+            raise _failed(self.rank, what, peer, cause(error)) from error
         return _GlooExchange(self, works, what)
 
     def send(self, data: Tensor, peer: int, tag: int) -> dist.Work:
@@ -148,9 +153,8 @@ class GlooChannel:
         try:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
-            cause = str(error).splitlines()[0]
             raise ExchangeError(
-                f"rank {self.rank}: comparing {what} did not finish: {cause}"
+                f"rank {self.rank}: comparing {what} did not finish: {cause(error)}"
             ) from error
         _same(int(both[0]), -int(both[1]), number, self.rank, what)
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .channels import GlooChannel
+from .channels import GlooChannel, cause
 from .handshake import Visitor, receive, send
 from .rendezvous import Waiting, own_address
 
@@ -161,7 +161,7 @@ class Meeting:
                 host=self.host, build_seconds=BUILD_SECONDS, timeout=self.timeout,
             )  # fmt: skip
         except RuntimeError as error:
-            logger.warning("a bridge could not be built: %s", str(error).splitlines()[0])
+            logger.warning("a bridge could not be built: %s", cause(error))
         self.store.set(f"{name}/built/{self.rank}", "0" if bridge is None else "1")
         built = [self.store.get(f"{name}/built/{rank}") for rank in range(self.ranks)]
         if bridge is None or b"0" in built:

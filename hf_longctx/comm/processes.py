@@ -55,6 +55,7 @@ class RankPool:
         self.ranks, self.timeout = ranks, timeout
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._channels: dict[int, int] = {}  # by ranks of a job: channels made so far
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "RankPool":
@@ -105,10 +106,12 @@ class RankPool:
         assert 1 <= used <= self.ranks, (used, self.ranks)
         results: dict[int, Any] = {}
         try:
-            for rank, pipe in enumerate(self._pipes):  # all ranks take part in making groups
-                pipe.send(
-                    (job, used, channels, given) if rank < used else (None, used, channels, {})
-                )
+            if channels > self._channels.get(used, 1):
+                self._channels[used] = channels
+                for pipe in self._pipes:  # torch counts groups: all ranks make each
+                    pipe.send((None, used, channels, {}))
+            for pipe in self._pipes[:used]:
+                pipe.send((job, used, channels, given))
             while len(results) < used:
                 for rank in self._ready(results, used):
                     failed, value = self._pipes[rank].recv()
@@ -137,7 +140,7 @@ class RankPool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._channels = [], [], {}
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -166,9 +169,8 @@ def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) 
             break
         try:
             own = groups[used]
-            while len(own) < channels:
-                own.append(dist.new_group(list(range(used))))
             if job is None:
+                own += [dist.new_group(list(range(used))) for _ in range(channels - len(own))]
                 continue
             channel = over_groups(own[:channels], timeout=timeout)
             context = RankContext(rank, used, channel, own[0])

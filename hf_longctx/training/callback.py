@@ -30,7 +30,7 @@ class LongCtxCallback(TrainerCallback):
         group = self.trainer.longctx_group
         logger.info(
             "%s: %d trainers = %d group(s) of %d ranks; a batch holds %d x %d = %d tokens; "
-            "%s, accumulated %d at a time, %d steps",
+            "%s, accumulated %d at a time, %d steps; overlap %s, %d server(s)",
             self.trainer.longctx_attention,
             group.trainers,
             group.groups,
@@ -41,6 +41,8 @@ class LongCtxCallback(TrainerCallback):
             self.trainer.longctx_sampler.describe(),
             args.gradient_accumulation_steps,
             state.max_steps,
+            args.longctx_overlap,
+            args.longctx_servers,
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
