@@ -1,0 +1,321 @@
+"""Chunks relayed down trees of ranks: exact, and the same bits, bytes and peaks at any timing."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from helpers import Results, Rows, execution, gather, reference, run_lock_step, run_threads, shard
+from relay_cases import (
+    LENGTHS,
+    LateThreads,
+    Made,
+    lose_a_relay,
+    random_plan,
+    relay_plan,
+    run_late,
+    ways_over,
+)
+
+from hf_longctx.comm.channels import ExchangeError, Hub
+from hf_longctx.plan.check import PlanError, check, lock_step
+from hf_longctx.plan.count import (
+    message_peak_bytes,
+    peak_bytes,
+    sent_by_channel,
+    sent_by_level,
+)
+from hf_longctx.plan.levels import Levels
+from hf_longctx.plan.packed import pack, unpack
+from hf_longctx.plan.plans import Plan
+from hf_longctx.plan.program import Block, Fold, Held, Op, Post, Program, Wait
+
+ROWS = Rows.random(sum(LENGTHS), heads=4, kv_heads=2, dtype=torch.float32)
+
+
+def accepted(plan: Plan) -> bool:
+    """Whether the checker finds the plan exact; it may only find that ranks wait for each other."""
+    try:
+        check(plan)
+    except PlanError as error:
+        assert "no progress" in str(error)
+        return False
+    return True
+
+
+def test_programs_that_the_checker_accepts_end_and_are_exact() -> None:
+    rows = Rows.random(sum(LENGTHS))
+    right = reference(rows, LENGTHS)
+    ran = relays = 0
+    for seed in range(70):
+        plan = random_plan(seed, ranks=2 + seed % 4, kind=rows.kind())
+        if accepted(plan):
+            ran += 1
+            relays += sum(len(plan.program(r).relayed(backward=False)) for r in range(2))
+            assert run_lock_step(plan, rows, seed=seed).error(right) < 1e-12
+    assert ran >= 60 and relays > ran
+
+
+def equal(one: Results, other: Results) -> bool:
+    return all(torch.equal(getattr(one, n), getattr(other, n)) for n in Results.__slots__)
+
+
+def as_planned(plan: Plan, rank: int, sent: list[dict[int, int]]) -> bool:
+    """Whether a rank sent over each channel to each peer what its program says."""
+    planned: list[dict[int, int]] = [{} for _ in sent]
+    for backward in (False, True):
+        by_channel = sent_by_channel(plan.program(rank), ROWS.widths, backward=backward)
+        for number, peers in by_channel.items():
+            for peer, size in peers.items():
+                planned[number][peer] = planned[number].get(peer, 0) + size
+    return planned == sent
+
+
+def peaks(plan: Plan, rank: int) -> tuple[int, int]:
+    """Bytes of arrays and of messages, of the worse direction."""
+    of = plan.program(rank)
+    arrays, messages = (
+        max(count(of, ROWS.widths, backward=b) for b in (False, True))
+        for count in (peak_bytes, message_peak_bytes)
+    )
+    return arrays, messages
+
+
+BUSY = 25  # a seed whose plan relays at every rank over all three pairs of channels
+
+
+def test_the_plan_of_the_delays_is_a_busy_one() -> None:
+    plan = random_plan(BUSY, ranks=4, kind=ROWS.kind())
+    check(plan)
+    programs = [plan.program(rank) for rank in range(4)]
+    assert sum(bool(p.relayed(backward=False)) for p in programs) >= 3
+    used = set().union(*(sent_by_channel(p, ROWS.widths, backward=True) for p in programs))
+    assert len(used) >= 4, used
+
+
+def test_fifty_random_delays_of_each_message_leave_bits_bytes_and_peaks() -> None:
+    plan = random_plan(BUSY, ranks=4, kind=ROWS.kind())
+    first = run_threads(plan, ROWS).results
+    assert first.error(reference(ROWS, LENGTHS)) < 1e-4
+    for seed in range(50):
+        hub = Hub(4, timeout=20.0)
+        channels = [LateThreads(hub, rank, seed=seed) for rank in range(4)]
+        run = run_threads(plan, ROWS, channels=channels)
+        assert equal(run.results, first)
+        for rank, channel in enumerate(channels):
+            account = run.accounts[rank]
+            assert as_planned(plan, rank, [dict(c.sent) for c in (channel, *channel.more)])
+            assert (account.peak_bytes, account.message_peak_bytes) == peaks(plan, rank)
+
+
+def test_gloo_gives_the_same_bits_under_fifty_random_delays(rank_pool) -> None:
+    plan = random_plan(BUSY, ranks=4, kind=ROWS.kind())
+    first = run_threads(plan, ROWS).results
+    given = {"seeds": [-1, *range(50)], "plan_seed": BUSY, "rows": ROWS}
+    of_ranks = rank_pool.run(run_late, ranks=4, channels=6, **given)
+    for at in range(51):
+        ran = [of_rank[at] for of_rank in of_ranks]
+        assert equal(gather(plan.layout, [each.results for each in ran]), first)
+        for rank, each in enumerate(ran):
+            assert as_planned(plan, rank, each.sent)
+            assert (each.account.peak_bytes, each.account.message_peak_bytes) == peaks(plan, rank)
+
+
+def test_each_chunk_crosses_once_and_memory_does_not_grow_with_the_ranks() -> None:
+    found = {}
+    for sizes in ((2, 2), (2, 4), (4, 4), (8, 8)):
+        levels = Levels(sizes)
+        lengths = [16 * levels.ranks]
+        plan = relay_plan(
+            lengths, layout="contiguous", ways=ways_over(levels), kind=ROWS.kind(causal=False)
+        )
+        if levels.ranks <= 16:
+            check(plan)
+        sent = sent_by_level(plan.program(0), ROWS.widths, rank=0, levels=levels, backward=False)
+        chunk = 16 * ROWS.widths.row("kv")
+        assert sent == {0: (sizes[0] - 1) * chunk, 1: sizes[0] * (sizes[1] - 1) * chunk}
+        # its gradients stay to the end, so forward alone is bounded
+        found[levels.ranks] = peak_bytes(plan.program(0), ROWS.widths, backward=False)
+    assert 0 < found[64] <= found[16] <= found[8], found
+
+
+def test_columns_json_and_packed_form_keep_relays() -> None:
+    program = random_plan(BUSY, ranks=4, kind=ROWS.kind()).program(1)
+    assert program.relayed(backward=False)
+    for run in (Program.from_json(program.to_json()), unpack(pack(program).columns)):
+        assert (run.forward, run.backward) == (program.forward, program.backward)
+    older = program.to_json() | {"ops": [row[:4] for row in program.to_json()["ops"]]}
+    with pytest.raises(ValueError, match="reshape"):
+        Program.from_json(older)
+
+
+def arrivals() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("longctx arrivals")]
+
+
+def test_no_thread_waits_where_nothing_is_relayed_nor_when_all_is_done() -> None:
+    rows = Rows.random(sum(LENGTHS))
+    seen: list[str] = []
+
+    class Watched(LateThreads):
+        def send(self, data, key) -> None:
+            seen.extend(arrivals())
+            super().send(data, key)
+
+    for plan, expected in (
+        (replace_by_ring(random_plan(BUSY, ranks=4, kind=rows.kind())), False),
+        (random_plan(BUSY, ranks=4, kind=rows.kind()), True),
+    ):
+        seen.clear()
+        hub = Hub(4, timeout=20.0)
+        run_threads(plan, rows, channels=[Watched(hub, r, seed=0) for r in range(4)])
+        assert bool(seen) == expected
+    ends = time.monotonic() + 5.0
+    while arrivals() and time.monotonic() < ends:
+        time.sleep(0.001)
+    assert not arrivals()
+
+
+def replace_by_ring(plan: Plan) -> Plan:
+    """A plan without relays on the same layout."""
+    from hf_longctx.plan.plans import make_plan
+
+    return make_plan("ring", plan.layout, kind=plan.kind)
+
+
+# Errors
+
+
+def alone(seed: int, *, timeout: float) -> tuple[Plan, int, list[LateThreads]]:
+    """A plan, a rank that relays in it, and channels."""
+    plan = random_plan(seed, ranks=3, kind=ROWS.kind())
+    relaying = next(r for r in range(3) if plan.program(r).relayed(backward=False))
+    hub = Hub(3, timeout=timeout)
+    return plan, relaying, [LateThreads(hub, rank, seed=0) for rank in range(3)]
+
+
+def test_a_lost_peer_is_named_at_the_next_wait() -> None:
+    plan, rank, channels = alone(BUSY, timeout=0.3)
+    run = execution(plan, rank, ROWS, channels[rank], backward=False)
+    own = shard(plan.layout, rank, ROWS)
+    run.bind(0, q=own.q)
+    run.bind(1, k=own.k, v=own.v)
+    expected = rf"rank {rank}: exchange \d+ of forward phase 0 with rank \d did not finish: no mess"
+    started = time.monotonic()
+    with pytest.raises(ExchangeError, match=expected):
+        for exchange in run.phase(0):
+            exchange.wait()
+    assert time.monotonic() - started < 3.0
+
+
+def test_an_error_of_a_relay_is_met_at_the_next_wait_of_another_exchange() -> None:
+    hub = Hub(2, timeout=0.1)
+    keys, other = Block(1, 0, 1), Block(2, 0, 1)
+    ops = (
+        Post(0, (), ((1, (keys,)),)),
+        Post(1, ((1, (keys,)),), (), after=0, channel=2),
+        Post(2, (), ((1, (other,)),), channel=1),
+        Wait(2),
+        Wait(1),
+        Wait(0),
+    )
+    program = two_keys(ops)
+    plan = Made(
+        **{n: getattr(BASE, n) for n in BASE.__dataclass_fields__ if n != "programs"},
+        programs=(program,),
+    )
+    run = execution(plan, 0, ROWS, LateThreads(hub, 0, seed=0), backward=False)
+    run.bind(1, k=torch.zeros(1, 2, 4), v=torch.zeros(1, 2, 4))
+    for post in ops[:3]:
+        run._exchanges.post(post, phase=0)
+    time.sleep(0.5)  # the waiting thread gives up meanwhile
+    with pytest.raises(ExchangeError, match="rank 0: exchange 0 of forward phase 0 with rank 1"):
+        next(run._exchanges.wait(2))
+
+
+def test_gloo_names_rank_operation_and_peer(rank_pool) -> None:
+    said = rank_pool.run(lose_a_relay, ranks=4)
+    assert [said[rank] for rank in (0, 1, 3)] == [""] * 3
+    assert said[2].startswith("rank 2: exchange 4 of forward phase 0 with rank 1 did not finish")
+
+
+# What the checker refuses
+
+BASE = random_plan(BUSY, ranks=2, kind=ROWS.kind())
+KEYS = Block(1, 0, 1)
+
+
+def two_keys(ops: tuple[Op, ...]) -> Program:
+    """Two arrays of keys, one row each, in forward."""
+    return Program.build(
+        arrays=[("q", 1), ("kv", 1), ("kv", 1)],
+        held=[Held(1, 0, 0, 0, 1), Held(2, 0, 0, 0, 1)],
+        forward=(ops,),
+        backward=(),
+    )
+
+
+def ranks_of(*ops: tuple[Op, ...]) -> dict[int, Program]:
+    return {rank: two_keys(of_rank) for rank, of_rank in enumerate(ops)}
+
+
+RECEIVE, RELAY = Post(0, (), ((0, (KEYS,)),)), Post(1, ((2, (KEYS,)),), (), after=0, channel=2)
+FIRST = (Post(0, ((1, (KEYS,)),), ()), Wait(0))
+LAST = (Post(0, (), ((1, (KEYS,)),), channel=2), Wait(0))
+TOUCH = Fold(Block(2, 0, 1), (KEYS,), "cat")
+
+
+def test_a_relay_passes_on_what_arrives() -> None:
+    for middle in ((Wait(0), Wait(1)), (Wait(1), Wait(0)), (Wait(1), Wait(0), TOUCH)):
+        ranks = lock_step(ranks_of(FIRST, (RECEIVE, RELAY, *middle), LAST), backward=False)
+        first, _, last = (rank.values[1] for rank in ranks)
+        assert (first == last).all()
+
+
+@pytest.mark.parametrize(
+    ("middle", "why"),
+    [
+        ((RELAY, RECEIVE, Wait(0), Wait(1)), "rank 1: 1 relays 0, not under way then"),
+        ((RECEIVE, Wait(0), RELAY, Wait(1)), "rank 1: 1 relays 0, not under way then"),
+        ((RECEIVE, RELAY, TOUCH, Wait(0), Wait(1)), "rank 1: touches .* fills and relays"),
+        (
+            (RECEIVE, RELAY._replace(sends=((2, (Block(2, 0, 1),)),)), Wait(0), Wait(1)),
+            "rank 1: 1 relays .*, which 0 does not receive",
+        ),
+        ((RECEIVE, RECEIVE, RELAY, Wait(0), Wait(1)), "rank 1: (posts 0|touches)"),
+        ((RECEIVE, RELAY._replace(channel=4), Wait(0), Wait(1)), "no progress"),
+        ((RECEIVE, RELAY, Wait(0)), "rank 1: exchanges .1. are never waited for"),
+    ],
+)
+def test_the_checker_refuses(middle: tuple[Op, ...], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        lock_step(ranks_of(FIRST, middle, LAST), backward=False)
+
+
+@pytest.mark.parametrize("channel", [0, 4], ids=["one-thread", "two-threads"])
+def test_a_cycle_of_relays_behind_each_other_is_found(channel: int) -> None:
+    # Each of two ranks first waits for what the other relays, then for what it relays itself, and
+    # a third feeds both: one thread per channel stands still, two do not.
+    other = Block(2, 0, 1)
+
+    def rank(peer: int) -> tuple[Op, ...]:
+        return (
+            Post(0, (), ((peer, (KEYS,)),), channel=channel),
+            Post(1, ((2, (KEYS,)),), (), after=0, channel=2),
+            Post(2, (), ((2, (other,)),)),
+            Post(3, ((peer, (other,)),), (), after=2, channel=channel),
+            *map(Wait, range(4)),
+        )
+
+    feed = tuple(Post(n, ((n, (KEYS,)),), ()) for n in (0, 1))
+    back = tuple(Post(2 + n, (), ((n, (Block(2, 0, 1),)),), channel=2) for n in (0, 1))
+    ranks = ranks_of(
+        rank(1), rank(0), (*feed, back[0], Wait(0), Wait(1), Wait(2), back[1], Wait(3))
+    )
+    if channel == 0:
+        with pytest.raises(PlanError, match="no progress: rank 0 waits for 1"):
+            lock_step(ranks, backward=False)
+    else:
+        lock_step(ranks, backward=False)
