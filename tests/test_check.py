@@ -18,7 +18,7 @@ from hf_longctx.plan.check import PlanError, check, lock_step
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.count import Widths, peak_bytes, sent, sent_in_layer
 from hf_longctx.plan.layout import LAYOUTS, cut
-from hf_longctx.plan.plans import ALGORITHMS, Plan, make_plan
+from hf_longctx.plan.plans import Plan, make_plan
 from hf_longctx.plan.program import (
     Attend,
     AttendGrad,
