@@ -87,10 +87,13 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument(
         "name",
-        choices=("packed", "distca", "trainer", "plan"),
+        choices=("packed", "distca", "charm", "trainer", "plan"),
         help="packed: one process against sdpa on packed documents; "
         "distca: two ranks, what balancing, overlap and servers gain and cost, against other ways "
         "to cut documents, also over slow links (needs what `hf-longctx cluster` needs); "
+        "charm: eight ranks in two domains with slow links between them, rings, charm, Ulysses and "
+        "their hybrid beside their bounds, and other libraries' (needs what `hf-longctx cluster` "
+        "needs); "
         "trainer: whole steps of two ranks against the stock Trainer on TRL's packs; "
         "plan: balance, traffic and planning time of plans for 8 to 512 ranks; no process starts",
     )
@@ -99,11 +102,12 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from .bench import distca, packed, plan, trainer
+    from .bench import charm, distca, packed, plan, trainer
 
     benches: dict[str, Callable[[], dict[str, Any]]] = {
         "packed": packed.run,
         "distca": distca.run,
+        "charm": charm.run,
         "trainer": trainer.run,
         "plan": plan.run,
     }

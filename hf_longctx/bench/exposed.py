@@ -86,7 +86,7 @@ def measure(
     sent = cases["none"].bytes_planned(shape)
     spec = links(step(probe, alone), sent=sent)
     logger.info("overlap: links of %.0f Mbit/s, %d rounds", spec.cross / 1e6, rounds)
-    runs = run_on(spec, shape=shape, sides=cases, rounds=rounds)
+    runs = run_on(spec, run_rank, shape=shape, sides=cases, rounds=rounds)
     return {"link_mbit": spec.cross / 1e6, **figures(runs, sent=sent, rate=spec.cross)}
 
 

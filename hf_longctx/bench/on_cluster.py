@@ -1,35 +1,34 @@
-"""Sides of one case -> what the ranks of an emulated cluster did with them.
+"""A function and its arguments -> what it returned on each rank of an emulated cluster.
 
 Floor: bench. `python -m hf_longctx.bench.on_cluster CASE RESULTS` is what each rank runs: it reads
-the case, trains on its sides in turn, and leaves its `RankRun` in the folder of results.
+the case, does its share, and leaves the result in the folder of results.
 """
 
 import pickle
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..comm.channels import GlooChannel
+from ..comm.channels import over_groups
 from ..comm.processes import RankContext, RankError
 from .cluster import Cluster, ClusterSpec
-from .common import Shape
-from .sides import RankRun, Side, run_rank
 
 
 def run_on(
-    spec: ClusterSpec, *, shape: Shape, sides: Mapping[str, Side], rounds: int
-) -> list[RankRun]:
-    """Make the cluster, and run the sides on it; every rank's run.
+    spec: ClusterSpec, work: Callable[..., Any], *, channels: int = 1, **arguments: Any
+) -> list[Any]:
+    """Make the cluster, and do work on it; every rank's result.
 
     Args:
         spec (`ClusterSpec`): Nodes and links.
-        shape (`Shape`): The model.
-        sides (`Mapping[str, Side]`): Of `spec.ranks` ranks.
-        rounds (`int`): Of each side.
+        work (`Callable`): A function of an importable module: `(context, **arguments)`.
+        channels (`int`, *optional*, defaults to 1): Channels of each rank, with a group each.
+        arguments: What else it takes.
 
     Raises:
         ClusterUnavailable: where this machine cannot make it.
@@ -38,7 +37,7 @@ def run_on(
     with tempfile.TemporaryDirectory(prefix="hf_longctx_cluster_") as name, Cluster(spec) as made:
         folder = Path(name)
         case = folder / "case"
-        case.write_bytes(pickle.dumps({"shape": shape, "sides": dict(sides), "rounds": rounds}))
+        case.write_bytes(pickle.dumps((work, channels, arguments)))
         code = made.run([sys.executable, "-m", __name__, str(case), name])
         if code:
             raise RankError(f"a rank of the emulated cluster ended with code {code}")
@@ -51,9 +50,10 @@ def main(case: str, results: str) -> None:
     dist.init_process_group("gloo")
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
-    context = RankContext(rank, ranks, GlooChannel(group), group)
-    run = run_rank(context, **pickle.loads(Path(case).read_bytes()))
-    (Path(results) / f"rank{rank}").write_bytes(pickle.dumps(run))
+    work, channels, arguments = pickle.loads(Path(case).read_bytes())
+    groups = [group, *(dist.new_group() for _ in range(channels - 1))]
+    context = RankContext(rank, ranks, over_groups(groups, timeout=120.0), group)
+    (Path(results) / f"rank{rank}").write_bytes(pickle.dumps(work(context, **arguments)))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -110,7 +110,7 @@ def predict(
     for backward in (False, True):
         (phase,) = program.backward if backward else program.forward
         each = machine.entry_seconds * (BACKWARD if backward else 1.0)
-        work = iter(_entries(program, phase, kind) * each)
+        work = iter(entries(program, phase, kind) * each)
         clock = _Clock()
         for op in phase:
             match op:
@@ -124,8 +124,8 @@ def predict(
     return Seconds(forward=times[0], backward=times[1])
 
 
-def _entries(program: Program, phase: Sequence[Op], kind: LayerKind) -> np.ndarray:
-    """float64 score entries of each task of a phase, in order."""
+def entries(program: Program, phase: Sequence[Op], kind: LayerKind) -> np.ndarray:
+    """float64 score entries of each task of a phase, in order, as a share of all heads."""
     tasks = [op for op in phase if isinstance(op, Attend | AttendGrad)]
     if not tasks:
         return np.zeros(0)
@@ -134,7 +134,9 @@ def _entries(program: Program, phase: Sequence[Op], kind: LayerKind) -> np.ndarr
     )
     _, start, stop, low, high = rows.T
     longest = np.maximum(stop, high)  # a bidirectional row sees no key past those given
-    return kind.entries_over(start, stop, low, high, length=longest).astype(np.float64)
+    groups = int(program.head_groups[0]) or kind.kv_heads
+    heads = np.asarray([t.q.heads or groups for t in tasks]) / groups
+    return kind.entries_over(start, stop, low, high, length=longest) * heads
 
 
 def _post(

@@ -1,0 +1,240 @@
+"""Two domains with slow links between them -> what every algorithm takes there, beside its bound.
+
+Floor: bench. Emulated links, timed compute: eight ranks, one causal document, a sweep over how long
+a rank computes on one chunk of keys, `c`, against how long the chunk takes on the slow link, `tau`.
+
+- `ring_*`: ring attention as public implementations run it (`PublicRing`), which the closed form of
+  a flat ring describes; `our_ring_*`: our `ring`, which sends less; `charm` without prefix.
+- `model_*_speedup`: the closed form of the ring over that of charm.
+- `*_fraction_of_bound`: the closed form over what was measured, of the slower direction. A ring
+  that meets none but the closed form's costs has 1.0.
+- `fraction_of_lower_bound`: of each algorithm the larger of two times that no schedule can beat,
+  its busiest rank's compute and the bytes on its busiest link, over what was measured.
+- `auto_regret`: the time of what `auto` picks, given what the start-up probe measures, over that of
+  the fastest.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..comm.topology import LinkRate
+from ..plan.charm import PIECES
+from ..plan.count import sent_by_level
+from ..plan.levels import Levels
+from ..plan.predict import (
+    BACKWARD,
+    Link,
+    Machine,
+    Seconds,
+    charm_seconds,
+    choose,
+    entries,
+    ring_seconds,
+)
+from .cluster import ClusterSpec
+from .cluster_spec import Rails
+from .on_cluster import run_on
+from .timed import Case, Measured, Way, time_ways
+
+logger = logging.getLogger(__name__)
+RATIOS = (0.0, 0.25, 0.32, 0.5, 0.7, 1.0, 2.0)
+TAU = 0.2  # seconds: a hundred times what posting an exchange takes
+UNSHAPED = 50 * 10**9
+RAILS: dict[str, Rails] = {"dual_numa": "shared", "dual_node": "per_rank"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A cluster and what is attended to on it.
+
+    Args:
+        case (`Case`): One document, on two levels.
+        rails (`Rails`): Whether the ranks of a domain share its slow link.
+        tau (`float`): Seconds of a chunk on it.
+    """
+
+    case: Case
+    rails: Rails
+    tau: float = TAU
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """The cluster."""
+        nodes, ranks = self.case.levels.sizes
+        rate = round(8 * self.case.chunk_bytes / self.tau)
+        return ClusterSpec(nodes=nodes, ranks_per_node=ranks, cross=rate, rails=self.rails)
+
+    @property
+    def lanes(self) -> int:
+        """Slow links of a domain."""
+        return 1 if self.rails == "shared" else self.case.levels.sizes[1]
+
+    def entry_seconds(self, ratio: float) -> float:
+        """Seconds of a score entry, of which a rank has half a square with each chunk."""
+        rows = sum(self.case.lengths) / self.case.levels.ranks
+        return ratio * self.tau / (rows**2 / 2)
+
+    def closed_forms(self, ratio: float) -> dict[str, Seconds]:
+        """What the formulae say of a flat ring and of charm; inside a domain links cost nothing."""
+        domains, ranks = self.case.levels.sizes
+        c, tau = ratio * self.tau, self.tau
+        ring = ring_seconds(ranks=domains * ranks, c=c, tau=tau)
+        charm = charm_seconds(
+            domains=domains, ranks=ranks, c=c, tau=tau, lanes=self.lanes, pieces=PIECES
+        )
+        return {"ring": ring, "charm": charm}
+
+
+def ways(case: Case) -> dict[str, Way]:
+    """What is timed."""
+    return {
+        "public_ring": Way(algorithm="ring", public=True),
+        "ring": Way(algorithm="ring"),
+        "charm": Way(algorithm="charm"),
+        "ulysses": Way(algorithm="ulysses"),
+        "hybrid": Way(algorithm="ring", ulysses_size=case.levels.sizes[1]),
+    }
+
+
+def machine(levels: Levels, rates: Sequence[LinkRate], *, entry_seconds: float) -> Machine:
+    """What a probe measured, as predictions take it."""
+    links = tuple(
+        Link(rate.alone, rate.together / rate.alone * levels.below(level))
+        for level, rate in enumerate(rates)
+    )
+    return Machine(levels=levels, links=links, entry_seconds=entry_seconds)
+
+
+def seconds_of(runs: Sequence[Measured], name: str, point: int) -> Seconds:
+    """Until the last rank was done, each direction at its best round."""
+    rounds = zip(*(run.seconds[name][point] for run in runs), strict=True)
+    last = [(max(f for f, _ in ranks), max(b for _, b in ranks)) for ranks in rounds]
+    return Seconds(forward=min(f for f, _ in last), backward=min(b for _, b in last))
+
+
+def measure(setup: Setup, *, ratios: Sequence[float] = RATIOS, rounds: int) -> dict[str, Any]:
+    """Run the sweep on a cluster.
+
+    Args:
+        setup (`Setup`): Links and documents.
+        ratios (`Sequence[float]`, *optional*): Of c over tau.
+        rounds (`int`): Of each algorithm at each ratio.
+
+    Returns:
+        Figures by name.
+
+    Raises:
+        ClusterUnavailable: where this machine cannot make the cluster.
+    """
+    case = setup.case
+    logger.info(
+        "%s links of %.1f Mbit/s, %d ratios", setup.rails, setup.spec.cross / 1e6, len(ratios)
+    )
+    runs = run_on(
+        setup.spec,
+        time_ways,
+        channels=case.levels.channels,
+        case=case,
+        ways=ways(case),
+        points=[setup.entry_seconds(ratio) for ratio in ratios],
+        rounds=rounds,
+    )
+    return figures(setup, runs, ratios=ratios)
+
+
+def figures(setup: Setup, runs: Sequence[Measured], *, ratios: Sequence[float]) -> dict[str, Any]:
+    """What the ranks measured -> the sweep and its worst points; those at c = 0 set none."""
+    case = setup.case
+    names = list(ways(case))
+    table: list[dict[str, Any]] = []
+    fractions: dict[str, list[float]] = {"ring": [], "charm": [], "speedup": []}
+    lower = {name: lower_bounds(setup, name) for name in names if name != "public_ring"}
+    of_lower: dict[str, list[float]] = {name: [] for name in lower}
+    regrets, errors = [], []
+    for point, ratio in enumerate(ratios):
+        found = {name: seconds_of(runs, name, point) for name in names}
+        forms = setup.closed_forms(ratio)
+        row = _row(ratio, found, forms)
+        each = machine(case.levels, runs[0].rates, entry_seconds=setup.entry_seconds(ratio))
+        chosen, predicted = choose(case.layout(), each, kind=case.kind, widths=case.widths)
+        fastest = min(found[name].layer for name in lower)
+        regret = found[chosen].layer / fastest
+        regrets.append(regret)
+        table.append({**row, "auto": chosen, "auto_regret": regret})
+        if not ratio:
+            continue
+        for name in predicted:
+            errors += [abs(p / t - 1) for p, t in pairs(predicted[name], found[name])]
+        fractions["ring"] += [b / t for b, t in pairs(forms["ring"], found["public_ring"])]
+        fractions["charm"] += [b / t for b, t in pairs(forms["charm"], found["charm"])]
+        fractions["speedup"] += [
+            row[f"{way}_speedup"] / row[f"model_{way}_speedup"] for way in ("forward", "backward")
+        ]
+        for name, bounds in lower.items():
+            bound = bounds(ratio)
+            of_lower[name] += [b / t for b, t in pairs(bound, found[name])]
+    return {
+        "link_mbit": setup.spec.cross / 1e6,
+        "tau_seconds": setup.tau,
+        "sweep": table,
+        "ring_fraction_of_bound": {"min": min(fractions["ring"])},
+        "charm_fraction_of_bound": {"min": min(fractions["charm"])},
+        "speedup_over_model": {"min": min(fractions["speedup"])},
+        "fraction_of_lower_bound": {name: min(found) for name, found in of_lower.items()},
+        "prediction_error": {"max": max(errors)},
+        "auto_regret": max(regrets),
+        "rates": [str(rate) for rate in runs[0].rates],
+        "cross_megabytes": {n: max(run.carried[n] for run in runs) / 1e6 for n in names},
+        "bytes_sent": {n: sum(run.sent[n] for run in runs) for n in names},
+        "bytes_planned": {n: sum(run.planned[n] for run in runs) for n in names},
+    }
+
+
+def pairs(one: Seconds, other: Seconds) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Both forwards, and both backwards."""
+    return (one.forward, other.forward), (one.backward, other.backward)
+
+
+def _row(ratio: float, found: dict[str, Seconds], forms: dict[str, Seconds]) -> dict[str, Any]:
+    """The times of one ratio, and their quotients."""
+    charm, ring, ours = found["charm"], found["public_ring"], found["ring"]
+    row: dict[str, Any] = {"c_over_tau": ratio}
+    shown = {"": charm, "ring_": ring, "our_ring_": ours}
+    shown |= {f"{name}_": found[name] for name in ("ulysses", "hybrid")}
+    for prefix, seconds in shown.items():
+        row[f"{prefix}forward_seconds"] = seconds.forward
+        row[f"{prefix}backward_seconds"] = seconds.backward
+    for way in ("forward", "backward"):
+        row[f"{way}_speedup"] = getattr(ring, way) / getattr(charm, way)
+        row[f"model_{way}_speedup"] = getattr(forms["ring"], way) / getattr(forms["charm"], way)
+        row[f"{way}_speedup_over_our_ring"] = getattr(ours, way) / getattr(charm, way)
+    return row
+
+
+def lower_bounds(setup: Setup, name: str) -> Any:
+    """c over tau -> seconds that no schedule of an algorithm's bytes and tasks can beat."""
+    case, plan = setup.case, setup.case.plan(ways(setup.case)[name])
+    domains, inside = case.levels.sizes
+    crossing, work = [], []
+    for backward in (False, True):
+        programs = [plan.program(rank) for rank in range(case.levels.ranks)]
+        sent = [
+            sent_by_level(p, case.widths, rank=r, levels=case.levels, backward=backward)[0]
+            for r, p in enumerate(programs)
+        ]
+        if setup.rails == "shared":
+            sent = [sum(sent[d * inside : (d + 1) * inside]) for d in range(domains)]
+        crossing.append(max(sent) * 8 / setup.spec.cross)
+        phases = [(p.backward if backward else p.forward)[0] for p in programs]
+        tasks = [entries(p, ops, case.kind).sum() for p, ops in zip(programs, phases, strict=True)]
+        work.append(max(tasks) * (BACKWARD if backward else 1.0))
+
+    def at(ratio: float) -> Seconds:
+        each = setup.entry_seconds(ratio)
+        return Seconds(
+            forward=max(crossing[0], work[0] * each), backward=max(crossing[1], work[1] * each)
+        )
+
+    return at
