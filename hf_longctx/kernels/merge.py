@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 
-def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two partials `(out [..., D], lse [...])`.
+def merge(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, *, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge two partials `(out [..., D], lse [...])`, the output `into` a tensor if one is given.
 
     Only exponents of non-positive numbers are taken, so nothing overflows, and two rows without
     keys merge to a row without keys.
@@ -19,6 +21,5 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     weight, other_weight = torch.exp(lse - safe), torch.exp(other_lse - safe)
     total = weight + other_weight
     share = torch.where(total > 0, weight / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
-    other_share = torch.where(total > 0, 1.0 - share, 0.0)
-    merged = out * share[..., None] + other_out * other_share[..., None]
+    merged = torch.lerp(other_out, out, share[..., None], out=into)  # one pass over the rows
     return merged, safe + torch.log(total)

@@ -32,8 +32,12 @@ def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
         target[1].copy_(linalg.vecdot(grad_out.to(wide), out.to(wide))[..., None])
         target[2].copy_(lse)
     else:
-        out, lse = parts[0][0], parts[0][1][..., 0]
+        (out, lse), same = parts[0], target[0].dtype == parts[0][0].dtype
+        lse = lse[..., 0]
         for other_out, other_lse in parts[1:]:
-            out, lse = merge(out, lse, other_out, other_lse[..., 0])
-        target[0].copy_(out)
+            last = other_out is parts[-1][0]  # then all parts are read, whatever the target is
+            into = target[0] if same and last else None
+            out, lse = merge(out, lse, other_out, other_lse[..., 0], into=into)
+        if out is not target[0]:
+            target[0].copy_(out)
         target[1].copy_(lse[..., None])
