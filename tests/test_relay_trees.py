@@ -19,7 +19,7 @@ from relay_cases import (
     ways_over,
 )
 
-from hf_longctx.comm.channels import ExchangeError, Hub
+from hf_longctx.comm.channels import ExchangeError, Hub, ThreadChannel
 from hf_longctx.plan.check import PlanError, check, lock_step
 from hf_longctx.plan.count import (
     message_peak_bytes,
@@ -31,6 +31,8 @@ from hf_longctx.plan.levels import Levels
 from hf_longctx.plan.packed import pack, unpack
 from hf_longctx.plan.plans import Plan
 from hf_longctx.plan.program import Block, Fold, Held, Op, Post, Program, Wait
+from hf_longctx.runtime import messages
+from hf_longctx.runtime.executor import Execution
 
 ROWS = Rows.random(sum(LENGTHS), heads=4, kv_heads=2, dtype=torch.float32)
 
@@ -210,6 +212,32 @@ def test_a_lost_peer_is_named_at_the_next_wait() -> None:
     assert time.monotonic() - started < 3.0
 
 
+def of_rank_0(ops: tuple[Op, ...], channel: ThreadChannel) -> Execution:
+    """Rank 0 about to run the operations, on keys 1 and 2."""
+    fields = {n: getattr(BASE, n) for n in BASE.__dataclass_fields__ if n != "programs"}
+    plan = Made(**fields, programs=(two_keys(ops),))
+    run = execution(plan, 0, ROWS, channel, backward=False)
+    for array in (1, 2):
+        run.bind(array, k=torch.full((1, 2, 4), float(array)), v=torch.zeros(1, 2, 4))
+    return run
+
+
+def test_what_several_peers_get_is_copied_once(monkeypatch) -> None:
+    copied: list[int] = []
+    pack = messages.pack
+    monkeypatch.setattr(messages, "pack", lambda x: copied.append(messages.size(x)) or pack(x))
+    other, hub = Block(2, 0, 1), Hub(4)
+    op = Post(0, ((1, (KEYS,)), (2, (KEYS, other)), (3, (KEYS,))), ())
+    run = of_rank_0((op, Wait(0)), hub.channels()[0])
+    run._exchanges.post(op, phase=0)
+    held = message_peak_bytes(run.program, ROWS.widths, backward=False)
+    assert sum(copied) == run._exchanges.peak_bytes == held == 3 * ROWS.widths.row("kv")
+    came = {peer: message.view(torch.float32) for (_, _, peer, _), message in hub.messages.items()}
+    keys = [torch.cat([torch.full((8,), float(array)), torch.zeros(8)]) for array in (1, 2)]
+    assert torch.equal(came[1], keys[0]) and torch.equal(came[3], keys[0])
+    assert torch.equal(came[2], torch.cat(keys))
+
+
 def test_an_error_of_a_relay_is_met_at_the_next_wait_of_another_exchange() -> None:
     hub = Hub(2, timeout=0.1)
     keys, other = Block(1, 0, 1), Block(2, 0, 1)
@@ -221,13 +249,7 @@ def test_an_error_of_a_relay_is_met_at_the_next_wait_of_another_exchange() -> No
         Wait(1),
         Wait(0),
     )
-    program = two_keys(ops)
-    plan = Made(
-        **{n: getattr(BASE, n) for n in BASE.__dataclass_fields__ if n != "programs"},
-        programs=(program,),
-    )
-    run = execution(plan, 0, ROWS, LateThreads(hub, 0, seed=0), backward=False)
-    run.bind(1, k=torch.zeros(1, 2, 4), v=torch.zeros(1, 2, 4))
+    run = of_rank_0(ops, LateThreads(hub, 0, seed=0))
     for post in ops[:3]:
         run._exchanges.post(post, phase=0)
     time.sleep(0.5)  # the waiting thread gives up meanwhile
