@@ -299,10 +299,12 @@ def execution(plan: Plan, rank: int, rows: Rows, channel: Channel, *, backward: 
     )
 
 
-def run_lock_step(plan: Plan, rows: Rows, *, seed: int = 0) -> Results:
+def run_lock_step(
+    plan: Plan, rows: Rows, *, seed: int = 0, channels: Sequence[Channel] | None = None
+) -> Results:
     """Forward and backward of one layer in this thread, without autograd."""
     ranks = range(plan.processes)
-    channels = Hub(plan.processes).channels()
+    channels = channels or Hub(plan.processes).channels()
     own = [shard(plan.layout, rank, rows) for rank in ranks]
     forward, backward = (
         [execution(plan, rank, rows, channels[rank], backward=direction) for rank in ranks]

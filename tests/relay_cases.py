@@ -1,30 +1,16 @@
-"""Plans in which every chunk of keys travels down a tree of ranks, relayed; and late channels.
+"""Plans in which every chunk of keys travels down a tree of ranks, relayed.
 
-Gradients are summed on the way up the same tree. Also what a gloo rank does with such a plan.
-Letters: R ranks.
+Gradients are summed on the way up the same tree. Letters: R ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cached_property
 from random import Random
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from helpers import SCALE, Results, Rows, differentiate, shard
-from torch import Tensor
-
-from hf_longctx.comm.channels import GlooChannel, Hub, ThreadChannel
-from hf_longctx.comm.processes import RankContext
 from hf_longctx.intervals import intersect
-from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.layout import LAYOUTS, Layout, Placed, cut
 from hf_longctx.plan.levels import Levels
@@ -41,8 +27,6 @@ from hf_longctx.plan.program import (
     Program,
     Wait,
 )
-from hf_longctx.runtime.autograd import Layer, attend
-from hf_longctx.runtime.executor import Account
 
 _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
 LENGTHS = [90, 1, 37, 60, 2, 10]
@@ -249,102 +233,3 @@ class _Rank:
 
 def _rows(segment: Placed) -> tuple[int, int]:
     return segment.row, segment.row + segment.stop - segment.start
-
-
-class LateThreads(ThreadChannel):
-    """Each message comes late, by a random time of its own."""
-
-    def __init__(self, hub: Hub, rank: int, number: int = 0, *, seed: int) -> None:
-        super().__init__(hub, rank, number)
-        self.seed, self.random = seed, Random(f"{seed} {rank} {number}")
-
-    @cached_property
-    def more(self) -> tuple[ThreadChannel, ...]:
-        numbers = range(1, self.hub.more + 1 if self.number == 0 else 1)
-        return tuple(LateThreads(self.hub, self.rank, n, seed=self.seed) for n in numbers)
-
-    def send(self, data: Tensor, key: Any) -> None:
-        delay = self.random.uniform(0.0, 0.003)
-        threading.Timer(delay, super().send, (data, key)).start()
-
-
-class _LateWork:
-    """A gloo message that leaves from a thread of its own."""
-
-    def __init__(self, delay: float, send: Any) -> None:
-        self.delay, self.send, self.work = delay, send, None
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        time.sleep(self.delay)
-        self.work = self.send()
-
-    def wait(self, timeout: timedelta) -> None:
-        self.thread.join()
-        assert self.work is not None
-        self.work.wait(timeout)
-
-
-class LateGloo(GlooChannel):
-    """As `LateThreads`, over gloo."""
-
-    def __init__(self, like: GlooChannel, *, seed: int, number: int = 0) -> None:
-        super().__init__(like.group, timeout=like.timeout.total_seconds())
-        self._numbers, self.random = like._numbers, Random(f"{seed} {self.rank} {number}")
-        self.more = tuple(
-            LateGloo(each, seed=seed, number=n) for n, each in enumerate(like.more, start=1)
-        )
-
-    def send(self, data: Tensor, peer: int, tag: int) -> Any:
-        send = super().send
-        return _LateWork(self.random.uniform(0.0, 0.003), lambda: send(data, peer, tag))
-
-
-@dataclass(slots=True, kw_only=True)
-class Ran:
-    """What one gloo rank computed and counted."""
-
-    results: Results
-    account: Account
-    sent: list[dict[int, int]]
-
-
-def run_late(context: RankContext, *, seeds: Sequence[int], plan_seed: int, rows: Rows) -> Any:
-    """The same plan once per seed of delays, and once without (seed -1)."""
-    plan = random_plan(plan_seed, ranks=context.ranks, kind=rows.kind())
-    ran = []
-    for seed in seeds:
-        plain = context.channel
-        assert isinstance(plain, GlooChannel)
-        channel = plain if seed < 0 else LateGloo(plain, seed=seed)
-        before = [dict(c.sent) for c in (channel, *channel.more)]
-        account, own = Account(clock=time.perf_counter), shard(plan.layout, context.rank, rows)
-        layer = Layer(plan.program(context.rank), channel, Scoring(scale=SCALE), account)
-        results = differentiate(lambda q, k, v, to=layer: attend(to, q, k, v)[0], own)
-        sent = [
-            {peer: n - old.get(peer, 0) for peer, n in c.sent.items()}
-            for c, old in zip((channel, *channel.more), before, strict=True)
-        ]
-        ran.append(Ran(results=results, account=account, sent=sent))
-    return ran
-
-
-def lose_a_relay(context: RankContext) -> str:
-    """Rank 1 passes nothing on of what rank 0 sends; rank 2 says what it met."""
-    group = dist.new_group(list(range(context.ranks)))  # it will not be whole after
-    channel = GlooChannel(group, timeout=1.0 if context.rank == 2 else 20.0)
-    data, said = torch.zeros(8, dtype=torch.uint8), ""
-    if context.rank == 0:
-        channel.post([(1, data)], [], what="a chunk").wait()
-    if context.rank == 1:
-        channel.post([], [(0, data)], what="a chunk").wait()
-    if context.rank == 2:
-        due = channel.post([], [(1, data)], what="exchange 4 of forward phase 0")
-        arrival = channel.arrivals.add(due, lambda: None)
-        try:
-            arrival.wait()
-        except RuntimeError as error:
-            said = str(error)
-    dist.barrier(group=context.group)
-    return said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import re
 from pathlib import Path
@@ -25,6 +26,7 @@ from hf_longctx.comm.topology import (
     probe,
 )
 from hf_longctx.plan.levels import Levels
+from hf_longctx.training.groups import Group, join, widen
 
 
 def rates(*together: float) -> list[LinkRate]:
@@ -265,3 +267,27 @@ def test_a_probe_over_gloo_sends_what_it_should_and_ranks_agree(rank_pool: Any) 
         {0: 2, 1: 0, 3: 1},
         {0: 0, 1: 1, 2: 1},
     ]
+
+
+def widened(context: Any, *, counts: tuple[int, ...]) -> list[list[int]]:
+    """A rank's job: what its peer in a group of two said over each channel."""
+    group = Group(trainers=4, size=2, index=context.rank // 2, rank=context.rank % 2)
+    channel: Any = join(group, default_seconds=120.0).channel
+    atexit.unregister(channel.close)
+    for count in counts[group.index :: 2]:
+        widen(channel, group, channels=count, device=torch.device("cpu"))
+    heard = []
+    for number, each in enumerate((channel, *channel.more)):
+        buffer = torch.zeros(2, dtype=torch.uint8)
+        said = torch.tensor([context.rank, number], dtype=torch.uint8)
+        peer = 1 - group.rank
+        each.post([(peer, said)], [(peer, buffer)], what="a greeting").wait()
+        heard.append(buffer.tolist())
+    channel.close()
+    return heard
+
+
+def test_groups_that_need_fewer_channels_take_part_in_making_them(rank_pool: Any) -> None:
+    # the first group needs two, then six, the second four, then two
+    heard = rank_pool.run(widened, ranks=4, counts=(2, 4, 6, 2))
+    assert heard == [[[peer, number] for number in range(6)] for peer in (1, 0, 3, 2)]

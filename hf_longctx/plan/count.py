@@ -142,13 +142,17 @@ def peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
 
 
 def message_peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
-    """Largest sum of the messages of exchanges that are posted and not waited for, both ways."""
+    """Largest sum of the messages of exchanges that are posted and not waited for, both ways.
+
+    What a post sends to several peers is one message.
+    """
     posted: dict[int, int] = {}
     peak = 0
     for phase in program.backward if backward else program.forward:
         for op in phase:
             if isinstance(op, Post):
-                posted[op.tag] = sum(block_bytes(program, b, widths) for b in blocks_of(op))
+                made = [*{blocks for _, blocks in op.sends}, *(blocks for _, blocks in op.recvs)]
+                posted[op.tag] = sum(block_bytes(program, b, widths) for m in made for b in m)
                 peak = max(peak, sum(posted.values()))
             elif isinstance(op, Wait):
                 del posted[op.tag]

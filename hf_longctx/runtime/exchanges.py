@@ -18,7 +18,7 @@ from ..plan.program import Block, Post, Program
 from . import messages
 
 Views = Callable[[Block], list[Tensor]]
-_Leaving = list[tuple[int, list[Tensor]]]  # peer, and what its message holds
+_Leaving = list[tuple[list[int], list[Tensor]]]  # peers, and what the message to each holds
 _Arriving = list[tuple[Tensor, list[Tensor]]]  # a message's bytes, and what they fill
 
 
@@ -62,7 +62,7 @@ class Exchanges:
         for _, blocks in op.recvs:
             filled = self._tensors(blocks)
             arriving.append((torch.empty(messages.size(filled), dtype=torch.uint8), filled))
-        sends = [(peer, self._tensors(blocks)) for peer, blocks in op.sends]
+        sends = self._leaving(op)
         recvs = [(peer, data) for (peer, _), (data, _) in zip(op.recvs, arriving, strict=True)]
         exchange: Exchange
         arrival: Arrival | None = None
@@ -87,11 +87,18 @@ class Exchanges:
         self, after: int, sends: _Leaving, channel: Relaying, received: Exchange, *, what: str
     ) -> Exchange:
         """Have the sends leave once the exchange that they pass on has arrived."""
-        sizes = [(peer, messages.size(tensors)) for peer, tensors in sends]
+        sizes = [(peer, messages.size(tensors)) for peers, tensors in sends for peer in peers]
         leaving, upon = channel.reserve(sizes, what=what), self._pending[after].arrival
         assert upon is not None, after
         upon.then(lambda: leaving.leave([data for _, data in _packed(sends)]))
         return Following(upon, Joined([received, leaving]))
+
+    def _leaving(self, op: Post) -> _Leaving:
+        """The distinct messages: what several peers get is copied once."""
+        peers: dict[tuple[Block, ...], list[int]] = {}
+        for peer, blocks in op.sends:
+            peers.setdefault(blocks, []).append(peer)
+        return [(to, self._tensors(blocks)) for blocks, to in peers.items()]
 
     def _tensors(self, blocks: Iterable[Block]) -> list[Tensor]:
         return [view for block in blocks for view in self.views(block)]
@@ -113,7 +120,8 @@ class Exchanges:
 
 
 def _packed(sends: _Leaving) -> list[Parcel]:
-    return [(peer, messages.pack(tensors)) for peer, tensors in sends]
+    made = [(peers, messages.pack(tensors)) for peers, tensors in sends]
+    return [(peer, data) for peers, data in made for peer in peers]
 
 
 def _unpack(arriving: _Arriving, inference: bool) -> None:

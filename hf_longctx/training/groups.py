@@ -14,9 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ..comm.channels import EXCHANGE_SECONDS, GlooChannel, over_groups
+from ..comm.channels import EXCHANGE_SECONDS, GlooChannel
 from ..runtime.binding import Runtime
 from .servers import Servers
 
@@ -138,14 +139,13 @@ def end_with_launcher() -> None:
             raise RuntimeError("the launcher that started this trainer is gone, so it ends too")
 
 
-def join(group: Group, *, default_seconds: float, channels: int = 1) -> Runtime:
+def join(group: Group, *, default_seconds: float) -> Runtime:
     """This process's runtime: every trainer builds the groups' channels in one order.
 
     Args:
         group (`Group`): Where this process is.
         default_seconds (`float`): Longest wait in the default group, whose gloo time-out Trainer
             leaves at 30 minutes on the CPU; see `exchange_seconds` for an exchange.
-        channels (`int`, *optional*, defaults to 1): That a plan uses: two per level of a topology.
     """
     end_with_launcher()
     if group.trainers > 1 and dist.get_backend() == "gloo":
@@ -153,33 +153,36 @@ def join(group: Group, *, default_seconds: float, channels: int = 1) -> Runtime:
         dist.group.WORLD.set_timeout(timedelta(seconds=default_seconds))
     if group.size == 1:
         return Runtime()
-    seconds = exchange_seconds(default_seconds)
-    mine: list[dist.ProcessGroup] = []
-    for _ in range(channels):
-        for index in range(group.groups):
-            members = list(range(index * group.size, (index + 1) * group.size))
-            made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
-            if index == group.index:
-                mine.append(made)
-    channel = over_groups(mine, timeout=seconds)
+    channel = _channel_of_each(group, seconds=exchange_seconds(default_seconds))
     atexit.register(channel.close)
     return Runtime(channel=channel)
 
 
-def widen(channel: GlooChannel, group: Group, *, channels: int) -> None:
-    """Add channels, until there are so many; all ranks of the group call this at once.
+def _channel_of_each(group: Group, *, seconds: float) -> GlooChannel:
+    """One channel more in every group, which all trainers make, as torch numbers groups; ours."""
+    mine: dist.ProcessGroup | None = None
+    for index in range(group.groups):
+        members = list(range(index * group.size, (index + 1) * group.size))
+        made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=seconds))
+        if index == group.index:
+            mine = made
+    assert mine is not None
+    return GlooChannel(mine, timeout=seconds)
+
+
+def widen(channel: GlooChannel, group: Group, *, channels: int, device: torch.device) -> None:
+    """Add channels, until there are as many as any group needs; all trainers call this at once.
 
     Args:
         channel (`GlooChannel`): Between the ranks of the group.
         group (`Group`): Where this process is.
-        channels (`int`): That a plan uses: two per level of a topology.
+        channels (`int`): That a plan of this group uses: two per level of a topology.
+        device (`torch.device`): On which the default group exchanges.
     """
-    members = list(range(group.index * group.size, (group.index + 1) * group.size))
-    for number in range(1 + len(channel.more), channels):
-        made = dist.new_group(
-            members, backend="gloo", timeout=channel.timeout, use_local_synchronization=True
-        )  # the other groups may have fewer levels
-        further = GlooChannel(made, timeout=channel.timeout.total_seconds())
+    most = torch.tensor(channels, device=device)  # measured, so groups may differ in their levels
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    for number in range(1 + len(channel.more), int(most)):
+        further = _channel_of_each(group, seconds=channel.timeout.total_seconds())
         further.agree(number, what="a channel's number")  # warm, before the first step
         channel.more = (*channel.more, further)
 

@@ -209,8 +209,8 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 place=own_place(self.accelerator.device),
             )
             if isinstance(channel, GlooChannel):
-                channels = self.longctx_topology.levels.channels
-                widen(channel, self.longctx_group, channels=channels)
+                channels, device = self.longctx_topology.levels.channels, self.accelerator.device
+                widen(channel, self.longctx_group, channels=channels, device=device)
             self._logged += self._exchanged() - before  # the log counts what steps send
         return self.longctx_topology.levels if self.longctx_topology else None
 

@@ -165,7 +165,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
             dist.all_reduce(grad, group=context.group)
             if context.rank == 0:
                 result.grads[name] = grad
-        if context.rank == 0:
+        if context.rank == 0 and case.servers:
             _count_servers(result, servers, parts, model, dtype)
         result.leak = _leak(model, case, context, servers)
     return result
