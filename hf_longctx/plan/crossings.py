@@ -12,6 +12,7 @@ from .cost import LayerKind
 from .demand import Demand, Rows, common, cut_rows
 from .layout import Layout
 from .levels import Levels
+from .sight import sight
 from .visits import Stand
 
 Parcel = tuple[int, int, Rows]  # a peer, the owner of the rows that travel, and these
@@ -58,9 +59,9 @@ class Crossings:
         pieces: int,
         queries: bool = False,
     ) -> None:
-        self.layout, self.kind, self.levels, self.rank = layout, kind, levels, rank
-        self.pieces, self.queries = pieces, queries
+        self.layout, self.levels, self.rank, self.pieces = layout, levels, rank, pieces
         self.innermost = len(levels.sizes) - 1
+        self._sight = sight(layout, kind, queries=queries)
         self._demands: dict[range, Demand] = {}
         self._pieces: dict[tuple[int, range], tuple[Rows, ...]] = {}
         self._needed: dict[tuple[int, range], Rows] = {}
@@ -150,8 +151,7 @@ class Crossings:
     def _need(self, owner: int, domain: range) -> Rows:
         if (owner, domain) not in self._needed:
             if domain not in self._demands:
-                demand = Demand(self.layout, self.kind, domain, queries=self.queries)
-                self._demands[domain] = demand
+                self._demands[domain] = Demand(self._sight, domain)
             self._needed[owner, domain] = self._demands[domain].of(owner)
         return self._needed[owner, domain]
 
@@ -175,4 +175,5 @@ def _crossing(layout: Layout, kind: LayerKind, levels: Levels, *, queries: bool)
     """Rows that cross the outermost level, of all ranks."""
     size = levels.below(0)
     domains = (range(first, first + size) for first in range(0, layout.ranks, size))
-    return sum(Demand(layout, kind, domain, queries=queries).elsewhere() for domain in domains)
+    seen = sight(layout, kind, queries=queries)
+    return sum(Demand(seen, domain).rows for domain in domains)
