@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .program import Block
+from .program import BlockColumns
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,7 +45,7 @@ class Pieces:
     def at_home(self, chosen: np.ndarray) -> "Blocks":
         """Where chosen pieces stand at their owner."""
         first, last = self.runs(chosen)
-        return Blocks(self.start[first].tolist(), self.stop[last].tolist(), self.by_chunk(first))
+        return Blocks(self.start[first], self.stop[last], self.by_chunk(first))
 
     def by_chunk(self, first: np.ndarray) -> list[int]:
         """Where those of each chunk begin among runs, and the end."""
@@ -87,18 +87,18 @@ class Standing:
     def blocks(self, chosen: np.ndarray) -> "Blocks":
         """Where chosen pieces, all of which stand here, do so."""
         first, last = self.pieces.runs(chosen)
-        return Blocks(self.low[first].tolist(), self.high[last].tolist(), self.pieces.by_chunk(first))
+        return Blocks(self.low[first], self.high[last], self.pieces.by_chunk(first))
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Rows `[low, high)` of arrays, by chunk."""
 
-    low: list[int]
-    high: list[int]
+    low: np.ndarray
+    high: np.ndarray
     bounds: list[int]
 
-    def of(self, chunk: int, array: int) -> tuple[Block, ...]:
+    def of(self, chunk: int, array: int) -> BlockColumns:
         """Those of a chunk, which stands in `array`."""
-        of_chunk = range(self.bounds[chunk], self.bounds[chunk + 1])
-        return tuple(Block(array, self.low[i], self.high[i]) for i in of_chunk)
+        of_chunk = slice(self.bounds[chunk], self.bounds[chunk + 1])
+        return BlockColumns(array, self.low[of_chunk], self.high[of_chunk])

@@ -13,7 +13,7 @@ import numpy as np
 from .chunks import Pieces, Standing
 from .cost import LayerKind
 from .layout import Layout, Placed
-from .program import Block, Fold, Message, Op, Program, Wait
+from .program import Block, BlockColumns, Fold, Message, Op, Program, Wait
 from .sight import Sight
 from .visits import DKV, DQ, GRAD, KV, Q, Run, Visits, post
 
@@ -174,8 +174,12 @@ class _Ring:
         return ops
 
     @staticmethod
-    def _added(into: tuple[Block, ...], parts: tuple[Block, ...]) -> list[Op]:
-        return [Fold(a, (b,), "sum") for a, b in zip(into, parts, strict=True)]
+    def _added(into: BlockColumns, parts: BlockColumns) -> list[Op]:
+        rows = zip(*(x.tolist() for x in (into.starts, into.stops, parts.starts, parts.stops)))
+        return [
+            Fold(Block(into.array, low, high), (Block(parts.array, start, stop),), "sum")
+            for low, high, start, stop in rows
+        ]
 
     def _return(self, hop: int) -> list[Op]:
         """Send a chunk's gradient on, and home what is whole; take that of the hop after the

@@ -19,7 +19,7 @@ class Sight:
     Args:
         layout (`Layout`): Where the tokens lie.
         kind (`LayerKind`): What a row sees.
-        queries (`bool`, *optional*): The other way round: whose keys the queries of a piece see.
+        queries (`bool`): The other way round: whose keys the queries of a piece see.
 
     Attributes:
         rank, start, stop (`np.ndarray`): int64 `[pieces]`: owner and its rows, by these.
@@ -29,7 +29,7 @@ class Sight:
         first, last (`np.ndarray`): int64 `[pieces]`: the run of `viewers` that see it.
     """
 
-    def __init__(self, layout: Layout, kind: LayerKind, *, queries: bool = False) -> None:
+    def __init__(self, layout: Layout, kind: LayerKind, *, queries: bool) -> None:
         rank, row, document, start, stop = _shared(layout)
         length = layout.lengths.astype(np.int64)
         begins = np.cumsum(length + 1) - (length + 1)  # documents end to end, with a gap between
@@ -65,6 +65,13 @@ class Sight:
         found: np.ndarray = ufunc.reduceat(np.append(numbers, numbers[:1]), ends)[::2]
         return found
 
+    def onlookers(self, rank: int) -> np.ndarray:
+        """The ranks, itself included, that see rows of `rank` on documents of several."""
+        first, end = np.searchsorted(self.rank, (rank, rank + 1))
+        runs = zip(self.first[first:end].tolist(), self.last[first:end].tolist(), strict=True)
+        seen = [self.viewers[low:high] for low, high in runs]
+        return np.unique(np.concatenate(seen)) if seen else self.viewers[:0]
+
     def seen_by(self, ranks: range) -> np.ndarray:
         """bool `[pieces]`: whether some of these ranks, which do not hold it, sees it."""
         among = (self.viewers >= ranks.start) & (self.viewers < ranks.stop)
@@ -74,10 +81,15 @@ class Sight:
         return seen
 
 
-@lru_cache(maxsize=4)
 def sight(layout: Layout, kind: LayerKind, *, queries: bool = False) -> Sight:
-    """A sight (memo of a pure function, keyed by the layout's identity)."""
-    return Sight(layout, kind, queries=queries)
+    """The sight of layers of a kind, whatever their widths."""
+    return _sight(layout, kind.window, kind.causal, queries)
+
+
+@lru_cache(maxsize=4)
+def _sight(layout: Layout, window: int, causal: bool, queries: bool) -> Sight:
+    """Memo of a pure function, keyed by the layout's identity."""
+    return Sight(layout, LayerKind(window=window, causal=causal), queries=queries)
 
 
 def _shared(layout: Layout) -> tuple[np.ndarray, ...]:

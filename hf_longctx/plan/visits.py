@@ -66,7 +66,7 @@ class Stand:
             for start, stop, at in ranges
             for s in segments(self.layout, owner, ((start, stop),))
         ]
-        return np.asarray(held, np.int64).reshape(-1, 4)
+        return np.asarray(held, np.int64).reshape(len(held), 4)
 
     def runs(self, arrays: Sequence[int], owner: int, rows: Rows) -> Iterator[Run]:
         """The rows of an owner by segment, each with its block in every array that stands so."""
@@ -129,7 +129,9 @@ class Visits:
         array."""
         array = len(self.arrays)
         self.arrays.append((kind, rows))
-        self._held.append(np.insert(segments, 0, array, axis=1))
+        held = np.empty((len(segments), 5), np.int64)
+        held[:, 0], held[:, 1:] = array, segments
+        self._held.append(held)
         return array
 
     def tag(self) -> int:
@@ -153,7 +155,7 @@ class Visits:
         for run in keys:
             by_document.setdefault(run[0].document, []).append(run)
         found = []
-        for query in queries:
+        for query in queries if by_document else ():
             s = query[0]
             near = by_document.get(s.document)
             if not near:
@@ -241,9 +243,9 @@ def post(
     """An exchange with the blocks of each peer in one message, and without empty messages."""
     merged: list[tuple[Message, ...]] = []
     for messages in (sends, recvs):
-        by_peer: dict[int, tuple[Block, ...]] = {}
+        by_peer: dict[int, Sequence[Block]] = {}
         for peer, blocks in messages:
             if blocks:
-                by_peer[peer] = (*by_peer.get(peer, ()), *blocks)
+                by_peer[peer] = (*by_peer[peer], *blocks) if peer in by_peer else blocks
         merged.append(tuple(by_peer.items()))
     return Post(tag, merged[0], merged[1], after if merged[0] else -1, channel)
