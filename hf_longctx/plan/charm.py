@@ -103,10 +103,10 @@ class _Forward:
         started: dict[Unit, _Visit] = {}
 
         def start(level: int) -> list[Op]:
-            if not waiting[level]:
+            unit = waiting[level].popleft() if waiting[level] else None
+            if unit is None or not self.crossings.moves(unit):
                 return []
-            visit = _Visit(waiting[level].popleft(), self)
-            started[visit.unit] = visit
+            started[unit] = visit = _Visit(unit, self)
             return [op for op in visit.posts if op.sends or op.recvs]
 
         for level in waiting:
@@ -114,10 +114,12 @@ class _Forward:
                 ops += start(level)
         ops += self._first()
         for unit in order:
-            visit = started.pop(unit)
-            ops += [Wait(op.tag) for op in visit.posts if op.sends or op.recvs]
-            ops += self._work(visit)
-            ops += start(unit.level)
+            if visit := started.pop(unit, None):
+                ops += [Wait(op.tag) for op in visit.posts if op.sends or op.recvs]
+                ops += self._work(visit)
+            else:
+                ops += self._turn()
+            ops += start(unit.level)  # on all ranks alike, so that messages keep their order
         return [*ops, *self._last()]
 
     def _opening(self) -> list[Op]:
@@ -130,6 +132,10 @@ class _Forward:
 
     def _work(self, visit: _Visit) -> list[Op]:
         return self.visits.attend(self._guests(visit, *visit.arrays))
+
+    def _turn(self) -> list[Op]:
+        """What goes on between units."""
+        return []
 
     def _last(self) -> list[Op]:
         return []

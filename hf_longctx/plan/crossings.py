@@ -8,10 +8,13 @@ rows travel that some rank of the domain at the other end needs.
 
 from typing import NamedTuple
 
+import numpy as np
+
 from .cost import LayerKind
 from .demand import Demand, Rows, common, cut_rows
 from .layout import Layout
 from .levels import Levels
+from .sight import sight
 from .visits import Stand
 
 Parcel = tuple[int, int, Rows]  # a peer, the owner of the rows that travel, and these
@@ -58,13 +61,15 @@ class Crossings:
         pieces: int,
         queries: bool = False,
     ) -> None:
-        self.layout, self.kind, self.levels, self.rank = layout, kind, levels, rank
-        self.pieces, self.queries = pieces, queries
+        self.layout, self.levels, self.rank, self.pieces = layout, levels, rank, pieces
         self.innermost = len(levels.sizes) - 1
+        self._sight = sight(layout, kind, queries=queries)
+        self._onlookers = self._sight.onlookers(rank)
         self._demands: dict[range, Demand] = {}
         self._pieces: dict[tuple[int, range], tuple[Rows, ...]] = {}
         self._needed: dict[tuple[int, range], Rows] = {}
         self._hops: dict[Unit, tuple[list[Hop], Stand]] = {}
+        self._linked = [self._links(level) for level in range(self.innermost + 1)]
 
     def units(self, level: int) -> list[Unit]:
         """The units that cross a level, in order."""
@@ -92,6 +97,27 @@ class Crossings:
                 placed.append((at, -level, unit))
         return [unit for _, _, unit in sorted(placed)]
 
+    def _links(self, level: int) -> tuple[frozenset[int], frozenset[int]]:
+        """The domains behind a level that need rows of this rank, and whose rows its own needs."""
+        size = self.levels.below(level)
+        owners = self._demand(self._domain(self.rank, level)).owners
+        needing, needed = (np.unique(ranks // size) for ranks in (self._onlookers, owners))
+        return frozenset(needing.tolist()), frozenset(needed.tolist())
+
+    def moves(self, unit: Unit) -> bool:
+        """Whether rows of this rank, or those that its domain needs, may be in a unit."""
+        size = self.levels.below(unit.level)
+        target, source = (rank // size for rank in self._ends(unit))
+        needing, needed = self._linked[unit.level]
+        return target in needing or source in needed
+
+    def _ends(self, unit: Unit) -> tuple[int, int]:
+        """To whom this rank sends in a unit, and from whom it receives."""
+        across = self.levels.peers(self.rank, unit.level)
+        mine = across.index(self.rank)
+        target = across[(mine + unit.offset) % len(across)]
+        return target, across[(mine - unit.offset) % len(across)]
+
     def hops(self, unit: Unit) -> tuple[list[Hop], Stand]:
         """The exchanges of a unit, and how the rows that they bring stand here."""
         if unit not in self._hops:
@@ -103,10 +129,7 @@ class Crossings:
     def _made(self, unit: Unit) -> list[Hop]:
         """The crossing, then what is passed on inside."""
         level, rank = unit.level, self.rank
-        across = self.levels.peers(rank, level)
-        mine = across.index(rank)
-        target = across[(mine + unit.offset) % len(across)]
-        source = across[(mine - unit.offset) % len(across)]
+        target, source = self._ends(unit)
         sent, came = (self._rows(a, b, unit, level) for a, b in ((rank, target), (source, rank)))
         hops = [Hop(level, -1, ((target, rank, sent),), ((source, source, came),))]
         at = 0
@@ -149,11 +172,13 @@ class Crossings:
 
     def _need(self, owner: int, domain: range) -> Rows:
         if (owner, domain) not in self._needed:
-            if domain not in self._demands:
-                demand = Demand(self.layout, self.kind, domain, queries=self.queries)
-                self._demands[domain] = demand
-            self._needed[owner, domain] = self._demands[domain].of(owner)
+            self._needed[owner, domain] = self._demand(domain).of(owner)
         return self._needed[owner, domain]
+
+    def _demand(self, domain: range) -> Demand:
+        if domain not in self._demands:
+            self._demands[domain] = Demand(self._sight, domain)
+        return self._demands[domain]
 
 
 def queries_are_lighter(layout: Layout, kind: LayerKind, *, levels: Levels) -> bool:
@@ -175,4 +200,5 @@ def _crossing(layout: Layout, kind: LayerKind, levels: Levels, *, queries: bool)
     """Rows that cross the outermost level, of all ranks."""
     size = levels.below(0)
     domains = (range(first, first + size) for first in range(0, layout.ranks, size))
-    return sum(Demand(layout, kind, domain, queries=queries).elsewhere() for domain in domains)
+    seen = sight(layout, kind, queries=queries)
+    return sum(Demand(seen, domain).rows for domain in domains)

@@ -3,11 +3,10 @@
 Floor: plan. Rows of a rank are named by their owner and its row numbers, whatever array holds them.
 """
 
-from collections.abc import Iterable
+import numpy as np
 
-from ..intervals import Range, intersect, length, union
-from .cost import LayerKind
-from .layout import Layout, Placed
+from ..intervals import Range, intersect, length
+from .sight import Sight
 
 Rows = tuple[Range, ...]  # sorted and disjoint
 
@@ -63,65 +62,28 @@ def cut_rows(rows: Rows, pieces: int) -> tuple[Rows, ...]:
 
 
 class Demand:
-    """Which rows of others a growing set of ranks needs for its own rows.
+    """The rows of others that some of a set of ranks needs, by owner.
 
     Args:
-        layout (`Layout`): Where the tokens lie.
-        kind (`LayerKind`): What a row sees.
-        ranks (`Iterable[int]`): The set to begin with.
-        queries (`bool`, *optional*): Count queries that see the ranks' keys, not keys that their
-            queries see.
+        sight (`Sight`): Who sees what.
+        ranks (`range`): The set.
     """
 
-    def __init__(
-        self, layout: Layout, kind: LayerKind, ranks: Iterable[int] = (), *, queries: bool = False
-    ) -> None:
-        self.layout, self.kind, self.queries = layout, kind, queries
-        self._ranks = set(ranks)
-        self._needed: dict[int, Rows] = {}  # tokens, by document, of those that were asked for
+    def __init__(self, sight: Sight, ranks: range) -> None:
+        seen = sight.seen_by(ranks)
+        rank, start, stop = sight.rank[seen], sight.start[seen], sight.stop[seen]
+        self.rows = int((stop - start).sum())
+        opens = np.append(True, (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1]))[: len(rank)]
+        closes = np.append(opens[1:], True)[: len(rank)]
+        self._rank, self._start, self._stop = rank[opens], start[opens], stop[closes]
 
-    def add(self, rank: int) -> None:
-        """Count what `rank` needs, too."""
-        self._ranks.add(rank)
-        for s in self.layout.of_rank(rank):
-            if (had := self._needed.get(s.document)) is not None:
-                needed = sees(self, s)
-                if not any(low <= needed[0] and needed[1] <= high for low, high in had):
-                    self._needed[s.document] = union((*had, needed))
+    @property
+    def owners(self) -> np.ndarray:
+        """The ranks whose rows are needed."""
+        return np.unique(self._rank)
 
     def of(self, owner: int) -> Rows:
-        """The rows of `owner` that some rank of the set needs."""
-        found = []
-        for s in self.layout.of_rank(owner):
-            for tokens in self._tokens(s.document):
-                if both := intersect(tokens, (s.start, s.stop)):
-                    found.append((both[0] - s.start + s.row, both[1] - s.start + s.row))
-        return union(found)
-
-    def elsewhere(self) -> int:
-        """How many rows of ranks outside the set it needs."""
-        documents = {s.document for rank in self._ranks for s in self.layout.of_rank(rank)}
-        return sum(
-            length((max(start, s.start), min(stop, s.stop)))
-            for document in documents
-            for start, stop in self._tokens(document)
-            for s in self.layout.by_document[document]
-            if s.rank not in self._ranks
-        )
-
-    def _tokens(self, document: int) -> Rows:
-        """The tokens of a document that the set needs."""
-        if document not in self._needed:
-            held = self.layout.by_document[document]
-            self._needed[document] = union(sees(self, s) for s in held if s.rank in self._ranks)
-        return self._needed[document]
-
-
-def sees(demand: Demand, segment: Placed) -> Range:
-    """The keys that the queries of a segment see, or the queries that see its keys."""
-    size = int(demand.layout.lengths[segment.document])
-    if not demand.queries:
-        return demand.kind.keys_seen((segment.start, segment.stop), length=size)
-    mirrored = size - segment.stop, size - segment.start
-    low, high = demand.kind.keys_seen(mirrored, length=size)
-    return size - high, size - low  # reversed in time, a causal mask looks the other way
+        """The rows of `owner` that are needed."""
+        first, end = np.searchsorted(self._rank, (owner, owner + 1))
+        starts, stops = self._start[first:end].tolist(), self._stop[first:end].tolist()
+        return tuple(zip(starts, stops, strict=True))

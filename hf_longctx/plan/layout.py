@@ -61,19 +61,24 @@ class Layout:
         return {d: tuple(sorted(held[d], key=lambda s: s.start)) for d in held}
 
     @cached_property
-    def _by_rank(self) -> dict[int, tuple[Placed, ...]]:
-        held: dict[int, list[Placed]] = defaultdict(list)
-        for segment in self.segments:
-            held[segment.rank].append(segment)
-        return {rank: tuple(of_rank) for rank, of_rank in held.items()}
+    def _of_ranks(self) -> dict[int, tuple[Placed, ...]]:
+        return {}
+
+    def _within(self, rank: int) -> np.ndarray:
+        """Columns of the segments that `rank` holds; none of another than a rank."""
+        first, end = np.searchsorted(self.columns[:, 0], (rank, rank + 1))
+        return self.columns[first:end]
 
     def of_rank(self, rank: int) -> tuple[Placed, ...]:
-        """The segments that `rank` holds, in row order."""
-        return self._by_rank.get(rank, ())
+        """The segments that `rank` holds, in row order; views are made on first use."""
+        if rank not in self._of_ranks:
+            self._of_ranks[rank] = tuple(Placed(*row) for row in self._within(rank).tolist())
+        return self._of_ranks[rank]
 
     def rows(self, rank: int) -> int:
         """Tokens that `rank` holds."""
-        return sum(s.stop - s.start for s in self.of_rank(rank))
+        held = self._within(rank)
+        return int((held[:, 4] - held[:, 3]).sum())
 
     def positions(self, rank: int) -> np.ndarray:
         """int64 `[rows]`: the position of each local row inside its document."""

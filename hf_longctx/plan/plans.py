@@ -138,7 +138,7 @@ class Plan:
                 )
             else:
                 built = serve.program(self._exchange, rank=rank, groups=self.groups)
-            if rank == 0 and (self.shares[:, 4] >= self.layout.ranks).any():
+            if rank == 0 and self.speeds and (self.shares[:, 4] >= self.layout.ranks).any():
                 built = _in_three_phases(built)
             self._programs[rank] = built
         return self._programs[rank]

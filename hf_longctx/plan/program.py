@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -55,7 +56,33 @@ class Block(NamedTuple):
     heads: int = 0
 
 
-Message = tuple[int, tuple[Block, ...]]  # peer, blocks: one message per peer
+class BlockColumns(Sequence[Block]):
+    """Many blocks of one array, for `Program.build`; views are made where they are read.
+
+    Args:
+        array (`int`): The array.
+        starts, stops (`np.ndarray`): int64 `[blocks]`: their rows.
+    """
+
+    def __init__(self, array: int, starts: np.ndarray, stops: np.ndarray) -> None:
+        self.array, self.starts, self.stops = array, starts, stops
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, at: int) -> Block: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> "BlockColumns": ...
+
+    def __getitem__(self, at: int | slice) -> "Block | BlockColumns":
+        if isinstance(at, slice):
+            return BlockColumns(self.array, self.starts[at], self.stops[at])
+        return Block(self.array, int(self.starts[at]), int(self.stops[at]))
+
+
+Message = tuple[int, Sequence[Block]]  # peer, blocks: one message per peer
 
 
 class Post(NamedTuple):
@@ -116,7 +143,7 @@ class Local(NamedTuple):
 
 Op = Post | Wait | Attend | AttendGrad | Fold | Local
 Phases = tuple[tuple[Op, ...], ...]
-_CODES: tuple[type, ...] = (Post, Wait, Attend, AttendGrad, Fold, Local)
+_CODES = {op: code for code, op in enumerate((Post, Wait, Attend, AttendGrad, Fold, Local))}
 
 
 class Held(NamedTuple):
@@ -163,19 +190,18 @@ class Program:
         """Encode operations as columns."""
         kinds = list(KINDS)
         ops: list[tuple[int, ...]] = []
-        blocks: list[tuple[int, ...]] = []
+        blocks = _BlockTable()
         for direction, phases in enumerate((forward, backward)):
             for phase, operations in enumerate(phases):
                 for op in operations:
-                    number, of_op = _encode(op)
-                    blocks += [(len(ops), role, peer, *block) for role, peer, block in of_op]
+                    number = blocks.add(len(ops), op)
                     route = (op.after, op.channel) if isinstance(op, Post) else (-1, 0)
-                    ops.append((direction, phase, _CODES.index(type(op)), number, *route))
+                    ops.append((direction, phase, _CODES[type(op)], number, *route))
         return cls(
             _columns([(kinds.index(kind), rows) for kind, rows in arrays], 2),
             _columns(held, 5),
-            _columns(ops, 6),
-            _columns(blocks, 8),
+            _table(ops, 6),
+            blocks.columns(),
             np.asarray([len(forward), len(backward)], np.int32),
             np.asarray([head_groups], np.int32),
         )
@@ -254,27 +280,59 @@ class Program:
 _COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 6, "blocks": 8, "phases": 0, "head_groups": 0}
 
 
-def _columns(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+def _columns(rows: Sequence[Sequence[int]] | np.ndarray, width: int) -> np.ndarray:
     columns = np.asarray(rows, np.int32)
     return columns.reshape(len(columns), width) if width else columns  # others are refused
+
+
+def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
+    """As `_columns`, of many rows that are known to have this width."""
+    return np.fromiter(chain.from_iterable(rows), np.int32, len(rows) * width).reshape(-1, width)
 
 
 _Encoded = list[tuple[int, int, Block]]  # role, peer, block
 
 
-def _encode(op: Op) -> tuple[int, _Encoded]:
-    match op:
-        case Post(tag, sends, recvs, _, _):
-            roles = enumerate((sends, recvs))
-            return tag, [(role, p, b) for role, ms in roles for p, blocks in ms for b in blocks]
-        case Wait(tag):
-            return tag, []
-        case Fold(into, parts, how):
-            return FOLDS.index(how), [(0, -1, into), *((1, -1, part) for part in parts)]
-        case Local(step, into):
-            return step, [(0, -1, into)]
-        case _:
-            return 0, [(role, -1, block) for role, block in enumerate(op)]
+class _BlockTable:
+    """Rows of a program's blocks, operation by operation."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, ...]] = []
+        self._many: list[tuple[int, BlockColumns]] = []  # and where they begin
+
+    def add(self, at: int, op: Op) -> int:
+        """Encode the blocks of operation `at`; returns its number."""
+        rows = self._rows
+        match op:
+            case Post():
+                for role, messages in enumerate((op.sends, op.recvs)):
+                    for peer, blocks in messages:
+                        if isinstance(blocks, BlockColumns):
+                            self._many.append((len(rows), blocks))
+                            rows += [(at, role, peer, blocks.array, 0, 0, 0, 0)] * len(blocks)
+                        else:
+                            rows += [(at, role, peer, *block) for block in blocks]
+                return op.tag
+            case Wait(tag):
+                return tag
+            case Fold(into, parts, how):
+                rows.append((at, 0, -1, *into))
+                rows += [(at, 1, -1, *part) for part in parts]
+                return FOLDS.index(how)
+            case Local(step, into):
+                rows.append((at, 0, -1, *into))
+                return step
+            case _:
+                rows += [(at, role, -1, *block) for role, block in enumerate(op)]
+                return 0
+
+    def columns(self) -> np.ndarray:
+        """int32 `[blocks, 8]`; see `Program`."""
+        columns = _table(self._rows, 8)
+        for begin, blocks in self._many:
+            of_rows = columns[begin : begin + len(blocks)]
+            of_rows[:, 4], of_rows[:, 5] = blocks.starts, blocks.stops
+        return columns
 
 
 def _messages(blocks: _Encoded, role: int) -> tuple[Message, ...]:
@@ -287,7 +345,7 @@ def _messages(blocks: _Encoded, role: int) -> tuple[Message, ...]:
 
 def _decode(row: Sequence[int], blocks: _Encoded) -> Op:
     number, after, channel = row[1:]
-    code: Callable[..., Any] = _CODES[row[0]]
+    code: Callable[..., Any] = tuple(_CODES)[row[0]]
     if code is Post:
         return Post(number, _messages(blocks, 0), _messages(blocks, 1), after, channel)
     if code is Wait:

@@ -8,11 +8,14 @@ there are, one holds three visiting chunks of keys and values (worked on, coming
 backward three of gradients and what has come home of its own. Letters: R ranks.
 """
 
+import numpy as np
+
+from .chunks import Pieces, Standing
 from .cost import LayerKind
-from .demand import Demand, Rows, common, without
-from .layout import Layout
-from .program import Message, Op, Program, Wait
-from .visits import DKV, DQ, GRAD, KV, Q, Run, Stand, Visits, post
+from .layout import Layout, Placed
+from .program import Block, BlockColumns, Fold, Message, Op, Program, Wait
+from .sight import Sight
+from .visits import DKV, DQ, GRAD, KV, Q, Run, Visits, post
 
 
 def program(layout: Layout, *, rank: int, kind: LayerKind) -> Program:
@@ -20,142 +23,180 @@ def program(layout: Layout, *, rank: int, kind: LayerKind) -> Program:
     return _Ring(layout, rank, kind).build()
 
 
+class _Passing:
+    """Which rows pass a rank, by hop, and which of its own gradients come home.
+
+    A chunk on its way has hop h here, and comes next to the rank where it has hop h + 1. So of the
+    ranks that see a row those with a smaller hop had it before, and those with a larger one have it
+    later, as this rank itself, whose own hop is 0.
+    """
+
+    def __init__(self, sight: Sight, *, rank: int, ranks: int) -> None:
+        hops = (rank - sight.rank) % ranks
+        order = np.argsort(hops, kind="stable")
+        viewers = (rank - sight.viewers) % ranks
+        others = np.where(viewers, viewers, ranks)
+        hop = hops[order]
+        first, last = (sight.over(f, viewers)[order] for f in (np.minimum, np.maximum))
+        before, here = (sight.over(f, others)[order] for f in (np.minimum, np.maximum))
+        self.leaving = last > hop
+        self.seen = (hop > 0) & (first == 0)
+        visiting = (hop > 0) & (here > hop)
+        graded = visiting & (first < hop)
+        self.coming = visiting & (before < hop)
+        self.on, self.whole = graded & self.leaving, graded & ~self.leaving
+        names = ("rank", "segment", "start", "stop", "document", "token")
+        columns = {name: getattr(sight, name)[order] for name in names}
+        self.pieces = Pieces(chunk=hop, chunks=ranks, **columns)
+        self.visiting, self.graded = (Standing(self.pieces, of) for of in (visiting, graded))
+        self.came = Standing(self.pieces, self.coming)
+        # The last rank that sees an own row sends its gradient home.
+        mine = np.flatnonzero((hop == 0) & (before < ranks))
+        mine = mine[np.argsort(ranks - before[mine], kind="stable")]
+        own = {name: column[mine] for name, column in columns.items()}
+        returned = Pieces(chunk=ranks - before[mine], chunks=ranks, **own)
+        self.home = Standing(returned, np.ones(len(mine), bool))
+
+    def runs(self) -> tuple[list[tuple[Placed, int, int]], list[int]]:
+        """What this rank sees, by segment: tokens, and the rows where they stand, of keys and of
+        gradients; and where those of each hop begin."""
+        pieces = self.pieces
+        first, last = pieces.runs(self.seen, cut=True)
+        rank, row, document, token, key, grad = (
+            column[first].tolist()
+            for column in (pieces.rank, pieces.start, pieces.document, pieces.token,
+                           self.visiting.low, self.graded.low)
+        )  # fmt: skip
+        size = (pieces.stop[last] - pieces.start[first]).tolist()
+        found = [
+            (Placed(rank[i], row[i], document[i], token[i], token[i] + size[i]), key[i], grad[i])
+            for i in range(len(size))
+        ]
+        return found, pieces.by_chunk(first)
+
+
 class _Ring:
     def __init__(self, layout: Layout, rank: int, kind: LayerKind) -> None:
-        self.layout, self.rank, self.kind = layout, rank, kind
-        self.ranks = layout.ranks
+        self.rank, self.ranks = rank, layout.ranks
         self.visits = Visits(layout, rank=rank, kind=kind)
         self.after = (rank + 1) % self.ranks
         self.before = (rank - 1) % self.ranks
         self.hops = range(1, self.ranks)
-        self._measure()
-        held = {h: Stand(layout, [(self._owner(h), rows)]) for h, rows in self.visiting.items()}
-        self.stands = {0: self.visits.home} | held
-        self.kv = {0: KV} | {h: self.visits.array("kv", s) for h, s in held.items()}
+        passing = _Passing(self.visits.sight, rank=rank, ranks=self.ranks)
+        self.passing, self.runs = passing, passing.runs()
+        self.kv = {0: KV} | self._arrays("kv", passing.visiting)
+        stands = passing.visiting
+        self.visiting, self.leaving = map(stands.blocks, (stands.held, passing.leaving))
+        self.own_leaving = passing.pieces.at_home(passing.leaving)
 
-    def _owner(self, hop: int) -> int:
-        return (self.rank - hop) % self.ranks
+    def _arrays(self, kind: str, stands: Standing) -> dict[int, int]:
+        """By hop, an array for its chunk, if rows of it stand there."""
+        held = (hop for hop in self.hops if stands.rows[hop])
+        return {h: self.visits.place(kind, stands.rows[h], stands.segments(h)) for h in held}
 
-    def _measure(self) -> None:
-        """By hop: the rows of the chunk that visit, go on, and whose gradients come, go on and go
-        home; and the own rows whose gradients come home."""
-        later, last = self._demand(self.rank), self._demand()
-        own_later = self._demand()
-        self.visiting: dict[int, Rows] = {}
-        leaving: dict[int, Rows] = {}
-        wanted: dict[int, Rows] = {self.ranks: ()}
-        for h in reversed(self.hops):
-            owner = self._owner(h)
-            self.visiting[h], leaving[h] = later.of(owner), last.of(owner)
-            own_later.add((self.rank + h) % self.ranks)
-            wanted[h] = own_later.of(self.rank)
-            later.add(owner)
-            last.add(owner)
-        leaving[0] = last.of(self.rank) if self.ranks > 1 else ()
-        self.visiting = dict(sorted(self.visiting.items()))
-        self.leaving = leaving
-        earlier, until = self._demand(self.rank), self._demand()
-        own_earlier = self._demand()
-        self.graded: dict[int, Rows] = {}
-        self.coming: dict[int, Rows] = {}
-        self.returned: dict[int, Rows] = {}
-        for h in self.hops:
-            owner = self._owner(h)
-            self.graded[h] = common(earlier.of(owner), self.visiting[h])
-            self.coming[h] = common(until.of(owner), self.visiting[h])
-            own_earlier.add((self.rank + h) % self.ranks)
-            touched = common(own_earlier.of(self.rank), wanted[h])
-            self.returned[h] = without(touched, wanted[h + 1])
-            earlier.add(owner)
-            until.add(owner)
+    def _keys(self, hop: int, *arrays: int) -> list[Run]:
+        """What this rank sees of a chunk, with its block in the array of keys, and of gradients."""
+        runs, bounds = self.runs
+        found: list[Run] = []
+        for s, *rows in runs[bounds[hop] : bounds[hop + 1]]:
+            blocks = (Block(a, low, low + s.stop - s.start) for a, low in zip(arrays, rows))
+            found.append((s, tuple(blocks)))
+        return found
 
-    def _demand(self, *ranks: int) -> Demand:
-        return Demand(self.layout, self.kind, ranks)
+    def _post(
+        self, tags: dict[int, int], hop: int, sends: list[Message], recvs: list[Message]
+    ) -> list[Op]:
+        """An exchange, whose tag is kept by hop, if it moves anything."""
+        exchange = post(self.visits.tag(), sends, recvs, channel=0)
+        if not exchange.sends and not exchange.recvs:
+            return []
+        tags[hop] = exchange.tag
+        return [exchange]
 
-    def _shift(self, hop: int) -> Op:
+    def _shift(self, hop: int) -> list[Op]:
         """Send the chunk of a hop on, and take the one after the next; hop -1 only takes."""
         sends: list[Message] = []
         recvs: list[Message] = []
-        if hop >= 0:
-            blocks = self.stands[hop].blocks(self.kv[hop], self._owner(hop), self.leaving[hop])
-            sends.append((self.after, blocks))
-        if (taken := hop + 2) < self.ranks:
-            stand, rows = self.stands[taken], self.visiting[taken]
-            recvs.append((self.before, stand.blocks(self.kv[taken], self._owner(taken), rows)))
-        self.taken[taken] = self.visits.tag()
-        return post(self.taken[taken], sends, recvs, channel=0)
-
-    def _keys(self, hop: int, *arrays: int) -> list[Run]:
-        owner = self._owner(hop)
-        return list(self.stands[hop].runs(arrays, owner, self.visits.needs(owner)))
+        if hop in self.kv:
+            leaving = self.leaving if hop else self.own_leaving
+            sends.append((self.after, leaving.of(hop, self.kv[hop])))
+        if (taken := hop + 2) in self.kv:
+            recvs.append((self.before, self.visiting.of(taken, self.kv[taken])))
+        return self._post(self.taken, taken, sends, recvs)
 
     def _forward(self) -> list[Op]:
         self.taken: dict[int, int] = {}  # by hop: the tag under which its chunk comes
-        ops: list[Op] = [self._shift(-1)] if self.ranks > 1 else []
+        ops = self._shift(-1)
         for hop in range(self.ranks):
-            ops += [self._shift(hop)] if hop + 1 < self.ranks else []
-            keys = self._keys(hop, self.kv[hop]) if hop else self.visits.own(KV)
-            ops += self.visits.attend(keys, first=not hop)
-            ops += [Wait(self.taken[hop + 1])] if hop + 1 < self.ranks else []
-        if self.ranks > 1:
-            ops.append(Wait(self.taken[self.ranks]))
-        return ops
+            ops += self._shift(hop) if hop + 1 < self.ranks else []
+            keys = self._keys(hop, self.kv[hop]) if hop in self.kv else []
+            ops += self.visits.attend(keys if hop else self.visits.own(KV), first=not hop)
+            ops += self._wait(self.taken, hop + 1) if hop + 1 < self.ranks else []
+        return ops + self._wait(self.taken, self.ranks)
+
+    @staticmethod
+    def _wait(tags: dict[int, int], hop: int) -> list[Op]:
+        return [Wait(tags[hop])] if hop in tags else []
 
     def _backward(self) -> list[Op]:
+        passing, visits = self.passing, self.visits
         self.taken = {}
-        first, second = self.visits.own_halves()
-        if self.ranks == 1:
-            return [*first, *second]
-        self.grads = {h: Stand(self.layout, [(self._owner(h), r)]) for h, r in self.graded.items()}
-        self.came = {h: Stand(self.layout, [(self._owner(h), r)]) for h, r in self.coming.items()}
-        homes = {h: Stand(self.layout, [(self.rank, r)]) for h, r in self.returned.items()}
-        self.dkv = {h: self.visits.array("dkv", stand) for h, stand in self.grads.items()}
-        self.arrived = {h: self.visits.array("dkv", stand) for h, stand in self.came.items()}
-        self.homes = {h: self.visits.array("dkv", stand) for h, stand in homes.items()}
         self.sent: dict[int, int] = {}  # by hop: the tag under which the chunk's gradient goes
-        ops: list[Op] = [self._shift(-1), self._shift(0), self._return(0)]
-        ops += [*first, Wait(self.taken[1])]
+        first, second = visits.own_halves()
+        self.dkv = self._arrays("dkv", passing.graded)
+        self.arrived = self._arrays("dkv", passing.came)
+        self.homes = self._arrays("dkv", passing.home)
+        self.on, self.whole, added = map(
+            passing.graded.blocks, (passing.on, passing.whole, passing.coming)
+        )
+        self.coming = passing.came.blocks(passing.coming)
+        self.returned = passing.home.blocks(passing.home.held)
+        queries = visits.own(Q, GRAD, DQ)
+        ops = [*self._shift(-1), *self._shift(0), *self._return(0), *first]
+        ops += self._wait(self.taken, 1)
         for hop in self.hops:
-            ops += [self._shift(hop)] if hop + 1 < self.ranks else []
-            queries = self.visits.own(Q, GRAD, DQ)
-            kv, dkv = self.kv[hop], self.dkv[hop]
-            owner = self._owner(hop)
-            grads = self.grads[hop].runs([dkv], owner, self.visits.needs(owner))
-            keys = [
-                (s, (*k, *g)) for (s, k), (_, g) in zip(self._keys(hop, kv), grads, strict=True)
-            ]
-            ops += self.visits.attend_grad(queries, keys)
+            ops += self._shift(hop) if hop + 1 < self.ranks else []
+            if hop in self.dkv:
+                keys = self._keys(hop, self.kv[hop], self.dkv[hop])
+                ops += visits.attend_grad(queries, keys)
             if hop > 1:
-                ops.append(Wait(self.sent[hop - 2]))
-                ops += self.visits.sum_into(dkv, self.grads[hop], self.arrived[hop], self.came[hop])
-            ops.append(self._return(hop))
-            ops.append(Wait(self.taken[hop + 1]))
+                ops += self._wait(self.sent, hop - 2)
+            if hop in self.arrived:
+                into = added.of(hop, self.dkv[hop])
+                ops += self._added(into, self.coming.of(hop, self.arrived[hop]))
+            ops += [*self._return(hop), *self._wait(self.taken, hop + 1)]
         ops += second
-        ops += [Wait(self.sent[hop]) for hop in range(max(self.ranks - 2, 0), self.ranks)]
-        for hop in self.hops:
-            ops += self.visits.sum_into(DKV, self.visits.home, self.homes[hop], homes[hop])
+        for hop in range(max(self.ranks - 2, 0), self.ranks):
+            ops += self._wait(self.sent, hop)
+        own = passing.home.pieces.at_home(passing.home.held)
+        for hop, array in self.homes.items():
+            ops += self._added(own.of(hop, DKV), self.returned.of(hop, array))
         return ops
 
-    def _return(self, hop: int) -> Op:
+    @staticmethod
+    def _added(into: BlockColumns, parts: BlockColumns) -> list[Op]:
+        rows = zip(*(x.tolist() for x in (into.starts, into.stops, parts.starts, parts.stops)))
+        return [
+            Fold(Block(into.array, low, high), (Block(parts.array, start, stop),), "sum")
+            for low, high, start, stop in rows
+        ]
+
+    def _return(self, hop: int) -> list[Op]:
         """Send a chunk's gradient on, and home what is whole; take that of the hop after the
         next, and the own rows that are whole at the same hop elsewhere."""
         sends: list[Message] = []
         recvs: list[Message] = []
-        if hop:
-            stand, array, owner = self.grads[hop], self.dkv[hop], self._owner(hop)
-            on = common(self.graded[hop], self.leaving[hop])
-            whole = without(self.graded[hop], self.leaving[hop])
-            sends.append((self.after, stand.blocks(array, owner, on)))
-            sends.append((owner, stand.blocks(array, owner, whole)))
-            own = self.returned[hop]
-            home = Stand(self.layout, [(self.rank, own)]).blocks(self.homes[hop], self.rank, own)
+        if hop in self.dkv:
+            array, owner = self.dkv[hop], (self.rank - hop) % self.ranks
+            sends.append((self.after, self.on.of(hop, array)))
+            sends.append((owner, self.whole.of(hop, array)))
+        if hop in self.homes:
+            home = self.returned.of(hop, self.homes[hop])
             recvs.append(((self.rank + hop) % self.ranks, home))
-        if (taken := hop + 2) < self.ranks:
-            rows, array = self.coming[taken], self.arrived[taken]
-            blocks = self.came[taken].blocks(array, self._owner(taken), rows)
-            recvs.append((self.before, blocks))
-        self.sent[hop] = self.visits.tag()
-        return post(self.sent[hop], sends, recvs, channel=0)
+        if (taken := hop + 2) in self.arrived:
+            recvs.append((self.before, self.coming.of(taken, self.arrived[taken])))
+        return self._post(self.sent, hop, sends, recvs)
 
     def build(self) -> Program:
+        """One phase in each direction."""
         return self.visits.program(self._forward(), self._backward())

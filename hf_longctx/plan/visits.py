@@ -10,11 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter, itemgetter
 
+import numpy as np
+
 from ..intervals import Range, intersect
 from .cost import LayerKind
 from .demand import Demand, Rows, cut_rows
 from .layout import Layout, Placed
-from .program import HOME, Attend, AttendGrad, Block, Fold, Held, Message, Op, Phases, Post, Program
+from .program import HOME, Attend, AttendGrad, Block, Fold, Message, Op, Phases, Post, Program
+from .sight import sight
 
 Part = tuple[int, Rows]  # an owner and rows of it
 Run = tuple[Placed, tuple[Block, ...]]  # tokens of one segment, and their block in each array
@@ -55,18 +58,15 @@ class Stand:
         return tuple(found)
 
     @cached_property
-    def _segments(self) -> list[tuple[int, ...]]:
-        """The fields of `Held` but the array."""
-        return [
+    def segments(self) -> np.ndarray:
+        """int64 `[runs, 4]`: what the rows hold, the fields of `Held` but the array."""
+        held = [
             (at + s.row - start, *s[2:])
             for owner, ranges in self._ranges.items()
             for start, stop, at in ranges
             for s in segments(self.layout, owner, ((start, stop),))
         ]
-
-    def held(self, array: int) -> list[Held]:
-        """What `array` holds if its rows stand like this."""
-        return [Held(array, *rest) for rest in self._segments]
+        return np.asarray(held, np.int64).reshape(len(held), 4)
 
     def runs(self, arrays: Sequence[int], owner: int, rows: Rows) -> Iterator[Run]:
         """The rows of an owner by segment, each with its block in every array that stands so."""
@@ -109,7 +109,7 @@ class Visits:
     def __init__(self, layout: Layout, *, rank: int, kind: LayerKind) -> None:
         self.layout, self.rank, self.kind = layout, rank, kind
         self.arrays: list[tuple[str, int]] = []
-        self._held: list[Held] = []
+        self._held: list[np.ndarray] = []
         self.own_rows: Rows = ((0, layout.rows(rank)),) if layout.rows(rank) else ()
         self.home = Stand(layout, [(rank, self.own_rows)])
         for name in HOME:
@@ -117,13 +117,21 @@ class Visits:
         self.total = self.array("part", self.home)
         self._tags = 0
         self._runs: dict[tuple[int, ...], list[Run]] = {}
-        self._own = Demand(layout, kind, [rank])
+        self.sight = sight(layout, kind)
+        self._own = Demand(self.sight, range(rank, rank + 1))
 
     def array(self, kind: str, stand: Stand) -> int:
         """A new array whose rows stand like this."""
+        return self.place(kind, stand.rows, stand.segments)
+
+    def place(self, kind: str, rows: int, segments: np.ndarray) -> int:
+        """A new array of so many rows; what they hold as `[runs, 4]`, the fields of `Held` but the
+        array."""
         array = len(self.arrays)
-        self.arrays.append((kind, stand.rows))
-        self._held += stand.held(array)
+        self.arrays.append((kind, rows))
+        held = np.empty((len(segments), 5), np.int64)
+        held[:, 0], held[:, 1:] = array, segments
+        self._held.append(held)
         return array
 
     def tag(self) -> int:
@@ -147,7 +155,7 @@ class Visits:
         for run in keys:
             by_document.setdefault(run[0].document, []).append(run)
         found = []
-        for query in queries:
+        for query in queries if by_document else ():
             s = query[0]
             near = by_document.get(s.document)
             if not near:
@@ -217,7 +225,10 @@ class Visits:
         merged = Fold(everything, (everything._replace(array=self.total),), "cat")
         phases: Phases = ((*forward, merged),)
         return Program.build(
-            arrays=self.arrays, held=self._held, forward=phases, backward=(tuple(backward),)
+            arrays=self.arrays,
+            held=np.concatenate(self._held),
+            forward=phases,
+            backward=(tuple(backward),),
         )
 
 
@@ -232,9 +243,9 @@ def post(
     """An exchange with the blocks of each peer in one message, and without empty messages."""
     merged: list[tuple[Message, ...]] = []
     for messages in (sends, recvs):
-        by_peer: dict[int, tuple[Block, ...]] = {}
+        by_peer: dict[int, Sequence[Block]] = {}
         for peer, blocks in messages:
             if blocks:
-                by_peer[peer] = (*by_peer.get(peer, ()), *blocks)
+                by_peer[peer] = (*by_peer[peer], *blocks) if peer in by_peer else blocks
         merged.append(tuple(by_peer.items()))
     return Post(tag, merged[0], merged[1], after if merged[0] else -1, channel)
