@@ -168,6 +168,7 @@ def _messages(blocks: Encoded, role: int) -> tuple[Message, ...]:
 
 
 def decode(row: Sequence[int], blocks: Encoded) -> Op:
+    """The operation of a row (code, number, after, channel), with its blocks."""
     number, after, channel = row[1:]
     code: Callable[..., Any] = tuple(CODES)[row[0]]
     if code is Post:
