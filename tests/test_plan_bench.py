@@ -15,6 +15,7 @@ from hf_longctx import cli
 from hf_longctx.bench import plan as bench
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.layout import LAYOUTS, cut
+from hf_longctx.plan.levels import Levels
 from hf_longctx.plan.plans import make_plan
 from hf_longctx.plan.program import Post
 from hf_longctx.plan.traffic import traffic
@@ -81,12 +82,23 @@ def test_the_command_writes_tables_by_ranks(
         bench.run,
         "__kwdefaults__",
         dict(
-            ranks=(8,), tokens=16384, seeds=3, counted={8: 40}, contiguous=(8,), servers=((8, 8),)
+            ranks=(8,),
+            tokens=16384,
+            seeds=3,
+            counted={8: 40},
+            contiguous=(8,),
+            servers=((8, 8),),
+            domains=(Levels((2, 4)), 40),
         ),
     )
     assert cli.main(["bench", "plan", "--json", str(tmp_path / "f")]) == 0
     report = json.loads((tmp_path / "f").read_text())
+    nested = report.pop("domains")
     assert set(report) == {"pretrain", "prolong", "buckets", "counted", "contiguous", "servers"}
+    assert set(nested) == {"charm", "ring", "ulysses"}
+    assert len({row["operations"] for row in nested.values()}) == 3
+    for row in nested.values():
+        assert row["documents"] == 40 and row["plan_ms"] > 0 and row["program_ms"] > 0
     assert report["counted"]["8"]["documents"] == 40
     assert report["contiguous"]["8"]["layout_max_over_mean"] > 1.5
     for table in report.values():

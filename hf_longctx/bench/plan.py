@@ -5,7 +5,9 @@ most a quarter of the batch: one document of full length would hide every other 
 the widths of Llama-3-8B. Layout `spread`, tolerance 0.05. Letters: R ranks, T tokens of a rank.
 
 Two more rows of each kind are drawn from the buckets: `contiguous`, by ranks, says what that layout
-costs; `servers`, by ranks + extra servers as fast as a rank, what a pool of them moves.
+costs; `servers`, by ranks + extra servers as fast as a rank, what a pool of them moves. `domains`,
+by algorithm, times the planners that look at nested domains, on documents of pretrain, layout
+`zigzag`; `ulysses` exchanges heads in the innermost ones, and runs a ring across.
 
 - `attention_max_over_mean`: score entries of the busiest rank over the mean; worst seed.
 - `max_exchange_vs_allgather`: the forward's largest send or receive of a rank (queries, keys,
@@ -27,14 +29,16 @@ import numpy as np
 
 from ..plan.cost import GRANULE, LayerKind
 from ..plan.layout import cut
+from ..plan.levels import Levels
 from ..plan.plans import make_plan
 from ..plan.traffic import traffic
+from ..support import NESTED
 from .common import setting
 from .packed import BUCKETS
 
 logger = logging.getLogger(__name__)
 TOKENS = 131072
-KIND = LayerKind(query_width=32 * 128, key_value_width=2 * 8 * 128)
+KIND = LayerKind(heads=32, kv_heads=8, query_width=32 * 128, key_value_width=2 * 8 * 128)
 # Documents by length, as in `packed.BUCKETS`: the length statistics of DistCA's two data sets.
 TABLES: dict[str, Mapping[int, float]] = {
     "pretrain": {1024: 16.0, 2048: 15.8, 4096: 32.0, 8192: 33.9, 16384: 1.0, 32768: 0.45,
@@ -47,6 +51,7 @@ RANKS = (8, 32, 128, 512)
 CONTIGUOUS = (8, 32)
 SERVERS = ((2, 1), (8, 8), (64, 64))  # ranks, extra servers
 COUNTED = {8: 400, 512: 4096}  # documents of pretrain, at these ranks, for planning times alone
+DOMAINS = Levels((64, 8)), 4096  # and in these domains
 
 
 def draw(
@@ -112,12 +117,37 @@ def figures(
     }
 
 
+def of_domains(lengths: Sequence[int], *, algorithm: str, levels: Levels) -> dict[str, float]:
+    """Plan one batch over nested domains.
+
+    Args:
+        lengths (`Sequence[int]`): Tokens of each document.
+        algorithm (`str`): One that looks at domains.
+        levels (`Levels`): The domains.
+    """
+    size = levels.sizes[-1] if algorithm == "ulysses" else 1
+    started = time.process_time()
+    held = cut(lengths, ranks=levels.ranks, layout="zigzag", levels=levels)
+    plan = make_plan(algorithm, held, kind=KIND, topology=levels, ulysses_size=size)
+    planned = time.process_time()
+    program = plan.program(levels.ranks - 1)
+    built = time.process_time()
+    return {
+        "attention_max_over_mean": plan.attention_max_over_mean(),
+        "plan_ms": 1e3 * (planned - started),
+        "program_ms": 1e3 * (built - planned),
+        "operations": len(program.ops),
+        "documents": len(lengths),
+    }
+
+
 def summary(seeds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The figures of several seeds -> one row; see the module's docstring."""
     columns = {name: [seed[name] for seed in seeds] for name in seeds[0]}
     worst = ("attention_max_over_mean", "layout_max_over_mean", "short_shards")
     row = {name: (max if name in worst else median)(column) for name, column in columns.items()}
-    row["worst_exchange_vs_allgather"] = max(columns["max_exchange_vs_allgather"])
+    if "max_exchange_vs_allgather" in columns:
+        row["worst_exchange_vs_allgather"] = max(columns["max_exchange_vs_allgather"])
     return row
 
 
@@ -129,6 +159,7 @@ def run(
     counted: Mapping[int, int] = COUNTED,
     contiguous: Sequence[int] = CONTIGUOUS,
     servers: Sequence[tuple[int, int]] = SERVERS,
+    domains: tuple[Levels, int] = DOMAINS,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Run the bench.
 
@@ -139,6 +170,7 @@ def run(
         counted (`Mapping[int, int]`, *optional*): Documents of the rows under `counted`, by ranks.
         contiguous (`Sequence[int]`, *optional*): Group sizes of that layout.
         servers (`Sequence[tuple[int, int]]`, *optional*): Ranks and extra servers.
+        domains (`tuple[Levels, int]`, *optional*): Nested domains, and documents of a batch there.
 
     Returns:
         `{table: {ranks: figures}}`; the table `counted` has batches of so many documents, of
@@ -168,4 +200,14 @@ def run(
         total = given["ranks"] * tokens
         drawn = (draw(BUCKETS, seed=seed, tokens=total) for seed in range(seeds))
         report.setdefault(name, {})[label] = summary([figures(b, **given) for b in drawn])
+    levels, documents = domains
+    for algorithm in NESTED:
+        logger.info("%s, %s ranks", algorithm, levels)
+        total = levels.ranks * tokens
+        batches = (
+            draw(TABLES["pretrain"], seed=seed, tokens=total, documents=documents)
+            for seed in range(seeds)
+        )
+        rows = [of_domains(lengths, algorithm=algorithm, levels=levels) for lengths in batches]
+        report.setdefault("domains", {})[algorithm] = summary(rows)
     return report

@@ -80,7 +80,7 @@ class Standing:
         return columns, pieces.by_chunk(first)
 
     def segments(self, chunk: int) -> np.ndarray:
-        """int64 `[runs, 4]`: what the rows of a chunk's array hold, the fields of `Held` but one."""
+        """int64 `[runs, 4]`: what a chunk's array holds, the fields of `Held` but the array."""
         columns, bounds = self._segments
         return columns[bounds[chunk] : bounds[chunk + 1]]
 

@@ -1,4 +1,4 @@
-"""A mask and ranks -> which rows of other ranks they need.
+"""Who sees what -> the rows of others that some ranks need.
 
 Floor: plan. Rows of a rank are named by their owner and its row numbers, whatever array holds them.
 """

@@ -64,20 +64,22 @@ class Layout:
     def _of_ranks(self) -> dict[int, tuple[Placed, ...]]:
         return {}
 
-    def _within(self, rank: int) -> np.ndarray:
-        """Columns of the segments that `rank` holds; none of another than a rank."""
-        first, end = np.searchsorted(self.columns[:, 0], (rank, rank + 1))
-        return self.columns[first:end]
+    def within(self, rank: int) -> slice:
+        """Which rows of `columns` are of `rank`; none of another than a rank."""
+        first, end = np.searchsorted(self.columns[:, 0], (rank, rank + 1)).tolist()
+        return slice(first, end)
 
     def of_rank(self, rank: int) -> tuple[Placed, ...]:
         """The segments that `rank` holds, in row order; views are made on first use."""
         if rank not in self._of_ranks:
-            self._of_ranks[rank] = tuple(Placed(*row) for row in self._within(rank).tolist())
+            self._of_ranks[rank] = tuple(
+                Placed(*row) for row in self.columns[self.within(rank)].tolist()
+            )
         return self._of_ranks[rank]
 
     def rows(self, rank: int) -> int:
         """Tokens that `rank` holds."""
-        held = self._within(rank)
+        held = self.columns[self.within(rank)]
         return int((held[:, 4] - held[:, 3]).sum())
 
     def positions(self, rank: int) -> np.ndarray:

@@ -42,7 +42,7 @@ class _Posted:
     """An exchange between its post and its wait."""
 
     post: Post
-    sends: list[tuple[Key, tuple[Block, ...]]]
+    sends: list[tuple[Key, Sequence[Block]]]
     recvs: list[tuple[Key, Message]]
     upon: "_Posted | None" = None  # what a relay waits for
     relays: list["_Posted"] = field(default_factory=list)

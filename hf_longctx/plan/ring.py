@@ -8,6 +8,8 @@ there are, one holds three visiting chunks of keys and values (worked on, coming
 backward three of gradients and what has come home of its own. Letters: R ranks.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from .chunks import Pieces, Standing
@@ -99,7 +101,9 @@ class _Ring:
         runs, bounds = self.runs
         found: list[Run] = []
         for s, *rows in runs[bounds[hop] : bounds[hop + 1]]:
-            blocks = (Block(a, low, low + s.stop - s.start) for a, low in zip(arrays, rows))
+            blocks = (
+                Block(a, low, low + s.stop - s.start) for a, low in zip(arrays, rows, strict=False)
+            )
             found.append((s, tuple(blocks)))
         return found
 
@@ -124,21 +128,22 @@ class _Ring:
             recvs.append((self.before, self.visiting.of(taken, self.kv[taken])))
         return self._post(self.taken, taken, sends, recvs)
 
-    def _forward(self) -> list[Op]:
-        self.taken: dict[int, int] = {}  # by hop: the tag under which its chunk comes
-        ops = self._shift(-1)
-        for hop in range(self.ranks):
-            ops += self._shift(hop) if hop + 1 < self.ranks else []
-            keys = self._keys(hop, self.kv[hop]) if hop in self.kv else []
-            ops += self.visits.attend(keys if hop else self.visits.own(KV), first=not hop)
-            ops += self._wait(self.taken, hop + 1) if hop + 1 < self.ranks else []
-        return ops + self._wait(self.taken, self.ranks)
-
     @staticmethod
     def _wait(tags: dict[int, int], hop: int) -> list[Op]:
         return [Wait(tags[hop])] if hop in tags else []
 
-    def _backward(self) -> list[Op]:
+    def _forward(self) -> Iterator[Op]:
+        self.taken: dict[int, int] = {}  # by hop: the tag under which its chunk comes
+        yield from self._shift(-1)
+        for hop in range(self.ranks):
+            if hop + 1 < self.ranks:
+                yield from self._shift(hop)
+            if hop in self.kv:
+                keys = self._keys(hop, self.kv[hop]) if hop else self.visits.own(KV)
+                yield from self.visits.attend(keys, first=not hop)
+            yield from self._wait(self.taken, hop + 1)
+
+    def _backward(self) -> Iterator[Op]:
         passing, visits = self.passing, self.visits
         self.taken = {}
         self.sent: dict[int, int] = {}  # by hop: the tag under which the chunk's gradient goes
@@ -146,40 +151,29 @@ class _Ring:
         self.dkv = self._arrays("dkv", passing.graded)
         self.arrived = self._arrays("dkv", passing.came)
         self.homes = self._arrays("dkv", passing.home)
-        self.on, self.whole, added = map(
-            passing.graded.blocks, (passing.on, passing.whole, passing.coming)
-        )
-        self.coming = passing.came.blocks(passing.coming)
-        self.returned = passing.home.blocks(passing.home.held)
+        graded, came, home = passing.graded, passing.came, passing.home
+        self.on, self.whole = map(graded.blocks, (passing.on, passing.whole))
+        self.coming, self.returned = (stands.blocks(stands.held) for stands in (came, home))
+        added, own = graded.blocks(came.held), home.pieces.at_home(home.held)
         queries = visits.own(Q, GRAD, DQ)
-        ops = [*self._shift(-1), *self._shift(0), *self._return(0), *first]
-        ops += self._wait(self.taken, 1)
+        yield from (*self._shift(-1), *self._shift(0), *self._return(0), *first)
+        yield from self._wait(self.taken, 1)
         for hop in self.hops:
-            ops += self._shift(hop) if hop + 1 < self.ranks else []
+            if hop + 1 < self.ranks:
+                yield from self._shift(hop)
             if hop in self.dkv:
                 keys = self._keys(hop, self.kv[hop], self.dkv[hop])
-                ops += visits.attend_grad(queries, keys)
-            if hop > 1:
-                ops += self._wait(self.sent, hop - 2)
+                yield from visits.attend_grad(queries, keys)
+            yield from self._wait(self.sent, hop - 2)
             if hop in self.arrived:
-                into = added.of(hop, self.dkv[hop])
-                ops += self._added(into, self.coming.of(hop, self.arrived[hop]))
-            ops += [*self._return(hop), *self._wait(self.taken, hop + 1)]
-        ops += second
+                parts = self.coming.of(hop, self.arrived[hop])
+                yield from _added(added.of(hop, self.dkv[hop]), parts)
+            yield from (*self._return(hop), *self._wait(self.taken, hop + 1))
+        yield from second
         for hop in range(max(self.ranks - 2, 0), self.ranks):
-            ops += self._wait(self.sent, hop)
-        own = passing.home.pieces.at_home(passing.home.held)
+            yield from self._wait(self.sent, hop)
         for hop, array in self.homes.items():
-            ops += self._added(own.of(hop, DKV), self.returned.of(hop, array))
-        return ops
-
-    @staticmethod
-    def _added(into: BlockColumns, parts: BlockColumns) -> list[Op]:
-        rows = zip(*(x.tolist() for x in (into.starts, into.stops, parts.starts, parts.stops)))
-        return [
-            Fold(Block(into.array, low, high), (Block(parts.array, start, stop),), "sum")
-            for low, high, start, stop in rows
-        ]
+            yield from _added(own.of(hop, DKV), self.returned.of(hop, array))
 
     def _return(self, hop: int) -> list[Op]:
         """Send a chunk's gradient on, and home what is whole; take that of the hop after the
@@ -200,3 +194,11 @@ class _Ring:
     def build(self) -> Program:
         """One phase in each direction."""
         return self.visits.program(self._forward(), self._backward())
+
+
+def _added(into: BlockColumns, parts: BlockColumns) -> Iterator[Op]:
+    """Add rows to others."""
+    columns = (x.tolist() for x in (into.starts, into.stops, parts.starts, parts.stops))
+    rows = zip(*columns, strict=True)
+    for low, high, start, stop in rows:
+        yield Fold(Block(into.array, low, high), (Block(parts.array, start, stop),), "sum")

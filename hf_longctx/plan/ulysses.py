@@ -8,7 +8,6 @@ adds their gradients in rank order. Backward resends queries and keys, with delt
 (see `serve`): home keeps q, k, v, out and lse, and nobody else keeps anything.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -20,7 +19,7 @@ from .cost import LayerKind
 from .distca import items, tasks
 from .exchange import ExchangePlan
 from .heads import Heads
-from .layout import Layout, Placed
+from .layout import Layout
 from .program import (
     HOME,
     Attend,
@@ -75,23 +74,25 @@ def head_shares(size: int, *, kind: LayerKind) -> tuple[int, tuple[Heads, ...]]:
     return groups, tuple((low, high - low) for low, high in edges)
 
 
-def domains(layout: Layout, *, size: int) -> tuple[Layout, dict[Placed, int]]:
-    """Domains of `size` ranks as the ranks of a layout, and the row there of each segment.
+def domains(layout: Layout, *, size: int) -> tuple[Layout, np.ndarray]:
+    """Domains of `size` ranks as the ranks of a layout, and the row there of each segment (int64,
+    as in `layout.columns`).
 
     Rows lie by document and position, so that segments which touch become one.
     """
-    columns: list[list[int]] = []
-    begins: dict[Placed, int] = {}
-    rows: Counter[int] = Counter()
-    for s in sorted(layout.segments, key=lambda s: (s.rank // size, s.document, s.start)):
-        domain = s.rank // size
-        begins[s] = rows[domain]
-        if columns and [columns[-1][i] for i in (0, 2, 4)] == [domain, s.document, s.start]:
-            columns[-1][4] = s.stop
-        else:
-            columns.append([domain, rows[domain], *s[2:]])
-        rows[domain] += s.stop - s.start
-    merged = np.asarray(columns, np.int32).reshape(-1, 5)
+    columns = layout.columns.astype(np.int64)
+    order = np.lexsort((columns[:, 3], columns[:, 2], columns[:, 0] // size))
+    rank, _, document, start, stop = columns[order].T
+    domain = rank // size
+    before = np.append(0, np.cumsum(stop - start))
+    row = before[:-1] - before[np.searchsorted(domain, domain)]
+    apart = (domain[1:] != domain[:-1]) | (document[1:] != document[:-1]) | (start[1:] != stop[:-1])
+    opens = np.append(True, apart)
+    closes = np.append(apart, True)
+    kept = [domain[opens], row[opens], document[opens], start[opens], stop[closes]]
+    merged = np.stack(kept, axis=1).astype(np.int32)
+    begins = np.empty_like(row)
+    begins[order] = row
     return Layout(layout.lengths, layout.ranks // size, merged), begins
 
 
@@ -143,8 +144,9 @@ class _Builder:
     def _runs(self, rank: int) -> list[tuple[int, int, int]]:
         """Rows `[start, stop)` of a rank, and the domain's row where they begin."""
         runs: list[tuple[int, int, int]] = []
-        for s in self.layout.of_rank(rank):
-            stop, there = s.row + s.stop - s.start, self.begins[s]
+        begins = self.begins[self.layout.within(rank)].tolist()
+        for s, there in zip(self.layout.of_rank(rank), begins, strict=True):
+            stop = s.row + s.stop - s.start
             if runs and there - s.row == runs[-1][2] - runs[-1][0]:
                 runs[-1] = (runs[-1][0], stop, runs[-1][2])
             else:

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..intervals import Range, intersect
 from .cost import LayerKind
 from .demand import Demand, Rows, cut_rows
 from .layout import Layout, Placed
-from .program import HOME, Attend, AttendGrad, Block, Fold, Message, Op, Phases, Post, Program
+from .program import HOME, Attend, AttendGrad, Block, Fold, Message, Op, Post, Program
 from .sight import sight
 
 Part = tuple[int, Rows]  # an owner and rows of it
@@ -219,16 +220,16 @@ class Visits:
             ops += [Fold(a, (b,), "sum") for a, b in zip(into, parts, strict=True)]
         return ops
 
-    def program(self, forward: Sequence[Op], backward: Sequence[Op]) -> Program:
-        """One phase in each direction; forward's ends with the total as the output."""
+    def program(self, forward: Iterable[Op], backward: Iterable[Op]) -> Program:
+        """One phase in each direction; forward's ends with the total as the output. Operations may
+        make arrays as they are read."""
         everything = Block(OUT, 0, self.home.rows)
         merged = Fold(everything, (everything._replace(array=self.total),), "cat")
-        phases: Phases = ((*forward, merged),)
         return Program.build(
             arrays=self.arrays,
-            held=np.concatenate(self._held),
-            forward=phases,
-            backward=(tuple(backward),),
+            held=self._held,
+            forward=(chain(forward, (merged,)),),
+            backward=(backward,),
         )
 
 
