@@ -51,7 +51,7 @@ def run(
     Args:
         case (`Case`, *optional*): One document on two levels.
         ratios (`tuple[float, ...]`, *optional*): Of c over tau.
-        tau (`float`, *optional*, defaults to 0.2): Seconds of a chunk on a slow link.
+        tau (`float`, *optional*, defaults to 0.25): Seconds of a chunk on a slow link.
         rounds (`int`, *optional*, defaults to 2): Of everything.
         long (`int`, *optional*, defaults to 8192): Tokens that two ranks attend to.
         table (`int`, *optional*, defaults to 8192): Tokens of the packed documents.
@@ -78,7 +78,7 @@ def run(
         **found,
         "auto_regret": max(x["auto_regret"] for x in (*sweeps, unshaped)),
         "unshaped": unshaped,
-        "flat_ring_as_good_from": {name: _even_from(found[name]["sweep"]) for name in RAILS},
+        "flat_ring_as_good_from": {name: even_from(found[name]["sweep"]) for name in RAILS},
         "packed": _packed(tau=tau, tokens=table, rounds=rounds),
         **_ratios(long, rounds=rounds + 1),
         "real": real,
@@ -94,7 +94,7 @@ def _at(sweep: list[dict[str, Any]], ratio: float) -> dict[str, Any]:
     }
 
 
-def _even_from(sweep: list[dict[str, Any]]) -> float | None:
+def even_from(sweep: list[dict[str, Any]]) -> float | None:
     """The smallest ratio from which on our ring is as good; `None` where it never is."""
     even: float | None = None
     for row in reversed(sweep):

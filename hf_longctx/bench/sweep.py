@@ -40,7 +40,8 @@ from .timed import Case, Measured, Way, time_ways
 
 logger = logging.getLogger(__name__)
 RATIOS = (0.0, 0.25, 0.32, 0.5, 0.7, 1.0, 2.0)
-TAU = 0.2  # seconds: a hundred times what posting an exchange takes
+# Seconds: long against what eight ranks on few cores take to pack, unpack, merge and sum.
+TAU = 0.25
 UNSHAPED = 50 * 10**9
 RAILS: dict[str, Rails] = {"dual_numa": "shared", "dual_node": "per_rank"}
 
@@ -150,8 +151,8 @@ def figures(setup: Setup, runs: Sequence[Measured], *, ratios: Sequence[float]) 
     names = list(ways(case))
     table: list[dict[str, Any]] = []
     fractions: dict[str, list[float]] = {"ring": [], "charm": [], "speedup": []}
-    lower = {name: lower_bounds(setup, name) for name in names if name != "public_ring"}
-    of_lower: dict[str, list[float]] = {name: [] for name in lower}
+    ours = {name: loads(setup, way) for name, way in ways(case).items() if not way.public}
+    of_lower: dict[str, list[float]] = {name: [] for name in ours}
     regrets, errors = [], []
     for point, ratio in enumerate(ratios):
         found = {name: seconds_of(runs, name, point) for name in names}
@@ -159,7 +160,7 @@ def figures(setup: Setup, runs: Sequence[Measured], *, ratios: Sequence[float]) 
         row = _row(ratio, found, forms)
         each = machine(case.levels, runs[0].rates, entry_seconds=setup.entry_seconds(ratio))
         chosen, predicted = choose(case.layout(), each, kind=case.kind, widths=case.widths)
-        fastest = min(found[name].layer for name in lower)
+        fastest = min(found[name].layer for name in ours)
         regret = found[chosen].layer / fastest
         regrets.append(regret)
         table.append({**row, "auto": chosen, "auto_regret": regret})
@@ -172,8 +173,8 @@ def figures(setup: Setup, runs: Sequence[Measured], *, ratios: Sequence[float]) 
         fractions["speedup"] += [
             row[f"{way}_speedup"] / row[f"model_{way}_speedup"] for way in ("forward", "backward")
         ]
-        for name, bounds in lower.items():
-            bound = bounds(ratio)
+        for name, of_way in ours.items():
+            bound = of_way.bound(setup.entry_seconds(ratio))
             of_lower[name] += [b / t for b, t in pairs(bound, found[name])]
     return {
         "link_mbit": setup.spec.cross / 1e6,
@@ -213,28 +214,42 @@ def _row(ratio: float, found: dict[str, Seconds], forms: dict[str, Seconds]) -> 
     return row
 
 
-def lower_bounds(setup: Setup, name: str) -> Any:
-    """c over tau -> seconds that no schedule of an algorithm's bytes and tasks can beat."""
-    case, plan = setup.case, setup.case.plan(ways(setup.case)[name])
-    domains, inside = case.levels.sizes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """What an algorithm puts on the busiest rank and link, forward and backward.
+
+    Args:
+        crossing (`tuple[float, float]`): Seconds of bytes on one slow link, one way.
+        work (`tuple[float, float]`): Score entries, those of backward as many times as they take.
+    """
+
+    crossing: tuple[float, float]
+    work: tuple[float, float]
+
+    def bound(self, entry_seconds: float) -> Seconds:
+        """Seconds that no schedule can beat."""
+        forward, backward = (
+            max(seconds, entry_seconds * entries)
+            for seconds, entries in zip(self.crossing, self.work, strict=True)
+        )
+        return Seconds(forward=forward, backward=backward)
+
+
+def loads(setup: Setup, way: Way) -> Loads:
+    """Count what the programs of all ranks send across and attend to."""
+    case, plan = setup.case, setup.case.plan(way)
+    programs = [plan.program(rank) for rank in range(case.levels.ranks)]
+    inside = case.levels.below(0)
     crossing, work = [], []
     for backward in (False, True):
-        programs = [plan.program(rank) for rank in range(case.levels.ranks)]
         sent = [
             sent_by_level(p, case.widths, rank=r, levels=case.levels, backward=backward)[0]
             for r, p in enumerate(programs)
         ]
         if setup.rails == "shared":
-            sent = [sum(sent[d * inside : (d + 1) * inside]) for d in range(domains)]
-        crossing.append(max(sent) * 8 / setup.spec.cross)
+            sent = [sum(sent[i : i + inside]) for i in range(0, len(sent), inside)]
+        crossing.append(8 * max(sent) / setup.spec.cross)
         phases = [(p.backward if backward else p.forward)[0] for p in programs]
         tasks = [entries(p, ops, case.kind).sum() for p, ops in zip(programs, phases, strict=True)]
-        work.append(max(tasks) * (BACKWARD if backward else 1.0))
-
-    def at(ratio: float) -> Seconds:
-        each = setup.entry_seconds(ratio)
-        return Seconds(
-            forward=max(crossing[0], work[0] * each), backward=max(crossing[1], work[1] * each)
-        )
-
-    return at
+        work.append(float(max(tasks)) * (BACKWARD if backward else 1.0))
+    return Loads(crossing=(crossing[0], crossing[1]), work=(work[0], work[1]))
