@@ -19,7 +19,7 @@ from hf_longctx.comm.topology import LinkRate
 from hf_longctx.plan.check import check
 from hf_longctx.plan.count import sent
 from hf_longctx.plan.levels import Levels
-from hf_longctx.plan.predict import entries
+from hf_longctx.plan.timeline import entries
 
 if TYPE_CHECKING:
     from hf_longctx.comm.processes import RankPool
@@ -57,8 +57,7 @@ def test_every_way_does_the_whole_work() -> None:
         plan = EIGHT.plan(way)
         for backward in (False, True):
             programs = [plan.program(rank) for rank in range(8)]
-            phases = [(p.backward if backward else p.forward)[0] for p in programs]
-            done = [entries(p, x, EIGHT.kind).sum() for p, x in zip(programs, phases, strict=True)]
+            done = [entries(p, kind=EIGHT.kind, backward=backward).sum() for p in programs]
             assert sum(done) == pytest.approx(whole)
             assert max(done) < 1.01 * whole / 8
 

@@ -30,9 +30,9 @@ from ..plan.predict import (
     Seconds,
     charm_seconds,
     choose,
-    entries,
     ring_seconds,
 )
+from ..plan.timeline import entries
 from .cluster import ClusterSpec
 from .cluster_spec import Rails
 from .on_cluster import run_on
@@ -229,8 +229,8 @@ class Loads:
     def bound(self, entry_seconds: float) -> Seconds:
         """Seconds that no schedule can beat."""
         forward, backward = (
-            max(seconds, entry_seconds * entries)
-            for seconds, entries in zip(self.crossing, self.work, strict=True)
+            max(seconds, entry_seconds * work)
+            for seconds, work in zip(self.crossing, self.work, strict=True)
         )
         return Seconds(forward=forward, backward=backward)
 
@@ -249,7 +249,6 @@ def loads(setup: Setup, way: Way) -> Loads:
         if setup.rails == "shared":
             sent = [sum(sent[i : i + inside]) for i in range(0, len(sent), inside)]
         crossing.append(8 * max(sent) / setup.spec.cross)
-        phases = [(p.backward if backward else p.forward)[0] for p in programs]
-        tasks = [entries(p, ops, case.kind).sum() for p, ops in zip(programs, phases, strict=True)]
+        tasks = [entries(p, kind=case.kind, backward=backward).sum() for p in programs]
         work.append(float(max(tasks)) * (BACKWARD if backward else 1.0))
     return Loads(crossing=(crossing[0], crossing[1]), work=(work[0], work[1]))

@@ -25,8 +25,9 @@ from ..plan.count import Widths, sent
 from ..plan.layout import Layout, cut
 from ..plan.levels import Levels
 from ..plan.plans import Plan, make_plan
-from ..plan.predict import BACKWARD, entries
+from ..plan.predict import BACKWARD
 from ..plan.program import HOME, Program
+from ..plan.timeline import entries
 from ..runtime.executor import Execution, drive
 from .public_ring import PublicRing
 
@@ -152,11 +153,9 @@ class TimedExecution(Execution):
         super().__init__(
             program, widths=case.widths, dtype=torch.bfloat16, backward=backward, channel=channel
         )
-        (phase,) = program.backward if backward else program.forward
-        factor = BACKWARD if backward else 1.0
-        self._task_seconds: Iterator[float] = iter(
-            (entries(program, phase, case.kind) * entry_seconds * factor).tolist()
-        )
+        each = entry_seconds * (BACKWARD if backward else 1.0)
+        work = entries(program, kind=case.kind, backward=backward)
+        self._task_seconds: Iterator[float] = iter((work * each).tolist())
         for array in range(len(HOME)):
             for tensor in self.fields(array).values():
                 tensor.zero_()

@@ -7,17 +7,18 @@ causal document in zigzag. Letters: R ranks, N domains of G ranks, M pieces.
 """
 
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from . import charm, ring
 from .cost import LayerKind
-from .count import Widths, block_bytes
+from .count import Widths
 from .layout import Layout
 from .levels import Levels
-from .program import Attend, AttendGrad, Op, Post, Program, Wait
+from .program import Program
+from .timeline import Event, events
 
 GAIN = 0.05  # below it the flat ring is taken: predictions are no better
 BACKWARD = 2.5  # times the work of forward, by score entry
@@ -77,9 +78,9 @@ class _Clock:
 
     now: float = 0.0
     arrives: dict[int, float] = field(default_factory=dict)
-    taken: dict[tuple[int, str], list[tuple[float, float]]] = field(default_factory=dict)
+    taken: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
 
-    def carry(self, link: tuple[int, str], begins: float, seconds: float) -> float:
+    def carry(self, link: tuple[int, int], begins: float, seconds: float) -> float:
         """When a message that is ready at `begins` has passed: it takes the first gap."""
         busy = [span for span in self.taken.get(link, []) if span[1] > self.now]
         for start, end in busy:
@@ -108,53 +109,30 @@ def predict(
     """
     times = []
     for backward in (False, True):
-        (phase,) = program.backward if backward else program.forward
         each = machine.entry_seconds * (BACKWARD if backward else 1.0)
-        work = iter(entries(program, phase, kind) * each)
+        played, left = events(program, kind=kind, widths=widths, backward=backward)
         clock = _Clock()
-        for op in phase:
-            match op:
-                case Post():
-                    _post(op, clock, program, machine, rank, widths, at_once)
-                case Wait(tag):
-                    clock.now = max(clock.now, clock.arrives[tag])
-                case Attend() | AttendGrad():
-                    clock.now += next(work)
-        times.append(clock.now)
+        for event in played:
+            clock.now += event.work * each
+            if event.posted:
+                _post(event, clock, machine, rank, at_once)
+            else:
+                clock.now = max(clock.now, clock.arrives[event.tag])
+        times.append(clock.now + left * each)
     return Seconds(forward=times[0], backward=times[1])
 
 
-def entries(program: Program, phase: Sequence[Op], kind: LayerKind) -> np.ndarray:
-    """float64 score entries of each task of a phase, in order, as a share of all heads."""
-    tasks = [op for op in phase if isinstance(op, Attend | AttendGrad)]
-    if not tasks:
-        return np.zeros(0)
-    rows = np.asarray(
-        [(*program.tokens(t.q)[0], *program.tokens(t.kv)[0][1:]) for t in tasks], np.int64
-    )
-    _, start, stop, low, high = rows.T
-    longest = np.maximum(stop, high)  # a bidirectional row sees no key past those given
-    groups = int(program.head_groups[0]) or kind.kv_heads
-    heads = np.asarray([t.q.heads or groups for t in tasks]) / groups
-    return kind.entries_over(start, stop, low, high, length=longest) * heads
-
-
-def _post(
-    op: Post, clock: _Clock, program: Program, machine: Machine, rank: int, widths: Widths,
-    at_once: bool,
-) -> None:  # fmt: skip
+def _post(event: Event, clock: _Clock, machine: Machine, rank: int, at_once: bool) -> None:
     """Sends leave now or with what they relay; peers in step send theirs at the same time."""
-    begins = max(clock.now, clock.arrives.get(op.after, 0.0))
+    begins = max(clock.now, clock.arrives.get(event.after, 0.0))
     arrives = begins
-    for way, messages in (("sent", op.sends), ("received", op.recvs)):
-        for peer, blocks in messages:
-            level = machine.levels.crosses(rank, peer)
-            link = machine.links[level]
-            sharing = max(1.0, machine.levels.below(level) / link.lanes) if at_once else 1.0
-            size = sum(block_bytes(program, block, widths) for block in blocks)
-            passed = clock.carry((level, way), begins, size * sharing / link.rate)
-            arrives = max(arrives, passed)
-    clock.arrives[op.tag] = arrives
+    for way, peer, size in event.messages:
+        level = machine.levels.crosses(rank, peer)
+        link = machine.links[level]
+        senders = machine.levels.below(level) if at_once else 1
+        sharing = max(1.0, senders / link.lanes)
+        arrives = max(arrives, clock.carry((level, way), begins, size * sharing / link.rate))
+    clock.arrives[event.tag] = arrives
 
 
 def choose(
