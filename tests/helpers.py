@@ -287,7 +287,15 @@ def whole(run: Execution) -> Generator[Exchange]:
         yield from run.phase(number)
 
 
-def execution(plan: Plan, rank: int, rows: Rows, channel: Channel, *, backward: bool) -> Execution:
+def execution(
+    plan: Plan,
+    rank: int,
+    rows: Rows,
+    channel: Channel,
+    *,
+    backward: bool,
+    account: Account | None = None,
+) -> Execution:
     """One direction of the program of a rank, or of an extra server."""
     return Execution(
         plan.program(rank),
@@ -296,18 +304,28 @@ def execution(plan: Plan, rank: int, rows: Rows, channel: Channel, *, backward: 
         backward=backward,
         channel=channel,
         scoring=scoring(plan),
+        account=account,
     )
 
 
 def run_lock_step(
-    plan: Plan, rows: Rows, *, seed: int = 0, channels: Sequence[Channel] | None = None
+    plan: Plan,
+    rows: Rows,
+    *,
+    seed: int = 0,
+    channels: Sequence[Channel] | None = None,
+    account: Account | None = None,
 ) -> Results:
-    """Forward and backward of one layer in this thread, without autograd."""
+    """Forward and backward of one layer in this thread, without autograd; all ranks add to one
+    account, if any."""
     ranks = range(plan.processes)
     channels = channels or Hub(plan.processes).channels()
     own = [shard(plan.layout, rank, rows) for rank in ranks]
     forward, backward = (
-        [execution(plan, rank, rows, channels[rank], backward=direction) for rank in ranks]
+        [
+            execution(plan, rank, rows, channels[rank], backward=direction, account=account)
+            for rank in ranks
+        ]
         for direction in (False, True)
     )
     for direction, executions in enumerate((forward, backward)):

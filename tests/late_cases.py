@@ -27,21 +27,45 @@ from hf_longctx.runtime.executor import Account
 Sent = list[Counter[int]]  # by channel: bytes to each peer
 
 
-class LateThreads(ThreadChannel):
-    """Each message comes late, by a random time of its own."""
+class LateHub(Hub):
+    """Messages come late, in a random order."""
 
-    def __init__(self, hub: Hub, rank: int, number: int = 0, *, seed: int) -> None:
-        super().__init__(hub, rank, number)
-        self.seed, self.random = seed, Random(f"{seed} {rank} {number}")
+    def __init__(self, ranks: int, *, seed: int, timeout: float = 20.0) -> None:
+        super().__init__(ranks, timeout=timeout)
+        self.random, self.held = Random(seed), list[tuple[Any, Tensor]]()
+
+    def channels(self) -> list[ThreadChannel]:
+        return [LateThreads(self, rank) for rank in range(self.ranks)]
+
+    def keep(self, data: Tensor, key: Any) -> None:
+        with self.changed:
+            self.held.insert(self.random.randint(0, len(self.held)), (key, data))
+            if len(self.held) == 1:
+                threading.Thread(target=self._deliver).start()
+
+    def _deliver(self) -> None:
+        while True:
+            time.sleep(self.random.uniform(0.0, 0.0005))
+            with self.changed:
+                for _ in range(self.random.randint(1, len(self.held))):
+                    key, data = self.held.pop()
+                    self.messages[key] = data
+                self.changed.notify_all()
+                if not self.held:
+                    return
+
+
+class LateThreads(ThreadChannel):
+    """A channel of such a hub."""
 
     @cached_property
     def more(self) -> tuple[ThreadChannel, ...]:
         numbers = range(1, self.hub.more + 1 if self.number == 0 else 1)
-        return tuple(LateThreads(self.hub, self.rank, n, seed=self.seed) for n in numbers)
+        return tuple(LateThreads(self.hub, self.rank, n) for n in numbers)
 
     def send(self, data: Tensor, key: Any) -> None:
-        delay = self.random.uniform(0.0, 0.003)
-        threading.Timer(delay, super().send, (data, key)).start()
+        assert isinstance(self.hub, LateHub)
+        self.hub.keep(data, key)
 
 
 class _LateWork:
@@ -63,7 +87,7 @@ class _LateWork:
 
 
 class LateGloo(GlooChannel):
-    """As `LateThreads`, over gloo."""
+    """Each message leaves late, by a random time of its own."""
 
     def __init__(self, like: GlooChannel, *, seed: int, number: int = 0) -> None:
         super().__init__(like.group, timeout=like.timeout.total_seconds())
@@ -75,12 +99,6 @@ class LateGloo(GlooChannel):
     def send(self, data: Tensor, peer: int, tag: int) -> Any:
         send = super().send
         return _LateWork(self.random.uniform(0.0, 0.003), lambda: send(data, peer, tag))
-
-
-def late_threads(ranks: int, *, seed: int) -> list[LateThreads]:
-    """Channels between threads of this process."""
-    hub = Hub(ranks, timeout=20.0)
-    return [LateThreads(hub, rank, seed=seed) for rank in range(ranks)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +152,7 @@ def assert_delays_change_nothing(plan: Plan, rows: Rows, *, seeds: int, pool: An
     ranks = plan.layout.ranks
     first = run_threads(plan, rows).results
     for seed in range(seeds):
-        channels = late_threads(ranks, seed=seed)
+        channels = LateHub(ranks, seed=seed).channels()
         run = run_threads(plan, rows, channels=channels)
         assert same(run.results, first), seed
         for rank, (account, of_rank) in enumerate(zip(run.accounts, channels, strict=True)):

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from helpers import Rows, execution, reference, run_lock_step, run_threads, shard
-from late_cases import LateThreads, assert_delays_change_nothing, lose_a_relay
+from late_cases import LateHub, LateThreads, assert_delays_change_nothing, lose_a_relay
 from relay_cases import LENGTHS, Made, random_plan, relay_plan, ways_over
 
 from hf_longctx.comm.channels import ExchangeError, Hub, ThreadChannel
@@ -43,13 +43,13 @@ def test_programs_that_the_checker_accepts_end_and_are_exact() -> None:
     rows = Rows.random(sum(LENGTHS))
     right = reference(rows, LENGTHS)
     ran = relays = 0
-    for seed in range(40):
+    for seed in range(20):
         plan = random_plan(seed, ranks=2 + seed % 4, kind=rows.kind())
         if accepted(plan):
             ran += 1
             relays += sum(len(plan.program(r).relayed(backward=False)) for r in range(2))
             assert run_lock_step(plan, rows, seed=seed).error(right) < 1e-12
-    assert ran >= 30 and relays > ran
+    assert ran >= 16 and relays > ran
 
 
 BUSY = 25  # a seed whose plan relays at every rank over all three pairs of channels
@@ -116,8 +116,8 @@ def test_no_thread_waits_where_nothing_is_relayed_nor_when_all_is_done() -> None
         (random_plan(BUSY, ranks=4, kind=rows.kind()), True),
     ):
         seen.clear()
-        hub = Hub(4, timeout=20.0)
-        run_threads(plan, rows, channels=[Watched(hub, r, seed=0) for r in range(4)])
+        hub = LateHub(4, seed=0)
+        run_threads(plan, rows, channels=[Watched(hub, r) for r in range(4)])
         assert bool(seen) == expected
     ends = time.monotonic() + 5.0
     while arrivals() and time.monotonic() < ends:
@@ -135,12 +135,11 @@ def replace_by_ring(plan: Plan) -> Plan:
 # Errors
 
 
-def alone(seed: int, *, timeout: float) -> tuple[Plan, int, list[LateThreads]]:
+def alone(seed: int, *, timeout: float) -> tuple[Plan, int, list[ThreadChannel]]:
     """A plan, a rank that relays in it, and channels."""
     plan = random_plan(seed, ranks=3, kind=ROWS.kind())
     relaying = next(r for r in range(3) if plan.program(r).relayed(backward=False))
-    hub = Hub(3, timeout=timeout)
-    return plan, relaying, [LateThreads(hub, rank, seed=0) for rank in range(3)]
+    return plan, relaying, LateHub(3, seed=0, timeout=timeout).channels()
 
 
 def test_a_lost_peer_is_named_at_the_next_wait() -> None:
@@ -184,7 +183,7 @@ def test_what_several_peers_get_is_copied_once(monkeypatch) -> None:
 
 
 def test_an_error_of_a_relay_is_met_at_the_next_wait_of_another_exchange() -> None:
-    hub = Hub(2, timeout=0.1)
+    hub = LateHub(2, seed=0, timeout=0.1)
     keys, other = Block(1, 0, 1), Block(2, 0, 1)
     ops = (
         Post(0, (), ((1, (keys,)),)),
@@ -194,7 +193,7 @@ def test_an_error_of_a_relay_is_met_at_the_next_wait_of_another_exchange() -> No
         Wait(1),
         Wait(0),
     )
-    run = of_rank_0(ops, LateThreads(hub, 0, seed=0))
+    run = of_rank_0(ops, hub.channels()[0])
     for post in ops[:3]:
         run._exchanges.post(post, phase=0)
     time.sleep(0.5)  # the waiting thread gives up meanwhile

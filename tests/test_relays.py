@@ -1,4 +1,4 @@
-"""charm and ring as they run: exact, in the bits, bytes and peaks that are planned, at any timing."""
+"""charm and ring as they run: exact, with the bits, bytes and peaks of the plan at any timing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Rows, examples, nan_memory, reference, run_lock_step, run_threads
+from helpers import Rows, examples, nan_memory, reference, run_lock_step
 from hypothesis import given
 from hypothesis import strategies as st
-from late_cases import assert_delays_change_nothing, late_threads
+from late_cases import LateHub, assert_delays_change_nothing
 
 from hf_longctx.comm.relaying import sent_over_all
 from hf_longctx.plan.count import sent_in_layer
 from hf_longctx.plan.layout import cut
 from hf_longctx.plan.levels import Levels
 from hf_longctx.plan.plans import make_plan
+from hf_longctx.runtime.executor import Account
 
 MASKS: list[dict[str, Any]] = [{}, {"causal": False}, {"window": 9}]
 ONE_TO_EIGHT = [(1,), (2,), (3,), (2, 2), (5,), (2, 3), (7,), (2, 2, 2)]
@@ -63,8 +64,8 @@ def test_random_delays_of_each_message_leave_bits_bytes_and_peaks(
 
 
 @given(
-    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=3),
-    sizes=st.sampled_from([(2, 2), (2, 2), (4,), (2, 1), (3, 1), (2, 1, 2), (3, 2)]),
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=2),
+    sizes=st.sampled_from([(2, 2), (2, 2), (2, 1), (3, 1), (2, 1, 2), (4,)]),
     name=st.sampled_from(["charm", "charm", "ring"]),
     by_heads=st.booleans(),
     kv_heads=st.sampled_from([1, 2]),
@@ -85,7 +86,7 @@ def test_two_hundred_plans_end_and_send_what_is_planned(
     held = cut(lengths, ranks=levels.ranks, layout="zigzag", levels=levels)
     size = 2 if by_heads and sizes[-1] % 2 == 0 else 1
     plan = make_plan(name, held, kind=rows.kind(**sees), topology=levels, ulysses_size=size)
-    channels = late_threads(levels.ranks, seed=seed)
+    channels = LateHub(levels.ranks, seed=seed).channels()
     ours = run_lock_step(plan, rows, seed=seed, channels=channels)
     assert ours.error(reference(rows, lengths, **sees)) < 1e-12
     for rank, channel in enumerate(channels):
@@ -100,12 +101,8 @@ def test_ranks_hold_no_more_where_there_are_more(kv_heads: int) -> None:
         rows = Rows.random(32 * ranks, kv_heads=kv_heads)
         layout = cut([32 * ranks], ranks=ranks, layout="zigzag")
         plan = make_plan("charm", layout, kind=rows.kind(), topology=Levels(sizes))
-        accounts = run_threads(plan, rows).accounts
-        held[ranks] = [
-            max(getattr(each, name) for each in accounts)
-            for name in ("peak_bytes", "message_peak_bytes")
-        ]
+        account = held[ranks] = Account()  # peaks of the rank that holds most
+        run_lock_step(plan, rows, account=account)
     chunk = 32 * rows.widths.row("kv")
-    print(held[8][0] / chunk, held[8][1] / chunk, held[12][1] / chunk)
-    assert held[12][0] <= held[8][0] <= 9 * chunk
-    assert held[12][1] <= 1.1 * held[8][1]
+    assert 0 < held[12].peak_bytes <= held[8].peak_bytes <= 9 * chunk
+    assert 0 < held[12].message_peak_bytes <= 1.1 * held[8].message_peak_bytes
