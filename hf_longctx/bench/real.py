@@ -71,19 +71,21 @@ def compare(context: RankContext, *, case: Case, rounds: int, exact: bool) -> Co
     given = _given(case)
     right = _right(given, tokens) if exact else None
     found = Compared()
-    for name, (attend, rows) in _sides(context, case).items():
-        own = [x[torch.from_numpy(rows)] for x in given]
-        seconds = []
-        for _ in range(rounds + 1):
+    sides = _sides(context, case)
+    own = {name: [x[torch.from_numpy(rows)] for x in given] for name, (_, rows) in sides.items()}
+    for number in range(rounds + 1):
+        for name, (attend, rows) in sides.items():
+            q, k, v, grad = own[name]
             context.channel.agree(0, what="that all are ready")
             before, started = carried_bytes(), time.perf_counter()
-            results = attend(own[0], own[1], own[2], own[3])
-            seconds.append(time.perf_counter() - started)
+            results = attend(q, k, v, grad)
+            seconds = time.perf_counter() - started
             context.channel.agree(0, what="that all are done")
-            found.carried[name] = carried_bytes() - before
-        found.seconds[name] = min(seconds[1:])
-        if right is not None:
-            found.errors[name] = _error(results, right, rows)
+            if number:
+                found.seconds[name] = min(seconds, found.seconds.get(name, seconds))
+                found.carried[name] = carried_bytes() - before
+            elif right is not None:
+                found.errors[name] = _error(results, right, rows)
     return found
 
 
