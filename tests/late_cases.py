@@ -45,7 +45,7 @@ class LateHub(Hub):
 
     def _deliver(self) -> None:
         while True:
-            time.sleep(self.random.uniform(0.0, 0.0005))
+            time.sleep(self.random.uniform(0.0, 0.001))
             with self.changed:
                 for _ in range(self.random.randint(1, len(self.held))):
                     key, data = self.held.pop()

@@ -59,13 +59,13 @@ def test_random_delays_of_each_message_leave_bits_bytes_and_peaks(
     plan = make_plan("charm", held, kind=rows.kind(), topology=levels)
     assert plan.moves_queries == (kv_heads == 2)
     assert all(plan.program(rank).relayed(backward=b) for rank in range(4) for b in (False, True))
-    found = assert_delays_change_nothing(plan, rows, seeds=8, pool=rank_pool)
+    found = assert_delays_change_nothing(plan, rows, seeds=5, pool=rank_pool)
     assert found.error(reference(rows, lengths)) < 1e-4
 
 
 @given(
     lengths=st.lists(st.integers(1, 24), min_size=1, max_size=2),
-    sizes=st.sampled_from([(2, 2), (2, 2), (2, 1), (3, 1), (2, 1, 2), (4,)]),
+    sizes=st.sampled_from([(2, 2), (2, 1), (3, 1), (2, 1, 2)]),
     name=st.sampled_from(["charm", "charm", "ring"]),
     by_heads=st.booleans(),
     kv_heads=st.sampled_from([1, 2]),
