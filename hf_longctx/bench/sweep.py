@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.topology import LinkRate
+from ..comm.topology import LinkRate, Topology
 from ..plan.charm import PIECES
 from ..plan.count import sent_by_level
 from ..plan.levels import Levels
 from ..plan.predict import (
     BACKWARD,
-    Link,
     Machine,
     Seconds,
     charm_seconds,
@@ -99,12 +98,9 @@ def ways(case: Case) -> dict[str, Way]:
     }
 
 
-def machine(levels: Levels, rates: Sequence[LinkRate], *, entry_seconds: float) -> Machine:
+def machine(levels: Levels, rates: tuple[LinkRate, ...], *, entry_seconds: float) -> Machine:
     """What a probe measured, as predictions take it."""
-    links = tuple(
-        Link(rate.alone, rate.together / rate.alone * levels.below(level))
-        for level, rate in enumerate(rates)
-    )
+    links = Topology(levels=levels, why="measured", rates=rates).links
     return Machine(levels=levels, links=links, entry_seconds=entry_seconds)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..plan.levels import Levels
+from ..plan.predict import Link
 from .channels import Channel
 from .places import KINDS, Place, nest
 
@@ -54,6 +55,15 @@ class Topology:
     levels: Levels
     why: str
     rates: tuple[LinkRate, ...] = ()
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The measured links as predictions see them: as many lanes as rates together fill."""
+        behind = (self.levels.below(level) for level in range(len(self.rates)))
+        return tuple(
+            Link(rate.alone, min(rate.together / rate.alone, 1.0) * ranks)
+            for rate, ranks in zip(self.rates, behind, strict=True)
+        )
 
 
 def given_levels(text: str, *, ranks: int, ulysses_size: int = 1) -> Levels | None:

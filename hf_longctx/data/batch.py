@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..plan.auto import Auto, Choice, chosen
 from ..plan.cost import LayerKind
 from ..plan.halves import Halves
 from ..plan.layout import Layout
@@ -89,6 +90,9 @@ class LongCtxBatch:
         ulysses_size (`int`, *optional*, defaults to 1): Of the plans.
         costs (`CostTable`, *optional*): Balances seconds in place of score entries; never pickled,
             and the same on every rank.
+        auto (`Auto`, *optional*): Under `charm`, chooses each plan by prediction; never pickled,
+            and the same on every rank.
+        choices (`dict[LayerKind, Choice]`): What it chose.
     """
 
     layout: Layout
@@ -108,11 +112,13 @@ class LongCtxBatch:
     topology: Levels | None = None
     ulysses_size: int = 1
     costs: CostTable | None = None
+    auto: Auto | None = None
+    choices: dict[LayerKind, Choice] = field(default_factory=dict)
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        tied = ("runtime", "speeds", "costs", "turn", "saved", "_plans")
+        tied = ("runtime", "speeds", "costs", "auto", "choices", "turn", "saved", "_plans")
         return {name: value for name, value in vars(self).items() if name not in tied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -123,10 +129,13 @@ class LongCtxBatch:
         """What runs: the halves, tied to what this batch is tied to, or else the batch itself."""
         for half in self.halves:
             half.runtime, half.speeds, half.costs = self.runtime, self.speeds, self.costs
+            half.auto = self.auto
         return self.halves or (self,)
 
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
         """The plan for layers of one kind; made on first use, the same on every rank."""
+        if algorithm == "charm" and self.auto is not None:
+            return self._choose(kind, self.auto).plan
         key = algorithm, kind, self.speeds, self.costs
         if key not in self._plans:
             self._plans[key] = make_plan(
@@ -135,6 +144,14 @@ class LongCtxBatch:
                 ulysses_size=self.ulysses_size,
             )  # fmt: skip
         return self._plans[key]
+
+    def _choose(self, kind: LayerKind, auto: Auto) -> Choice:
+        if kind not in self.choices:
+            levels = self.topology or Levels((self.layout.ranks,))
+            self.choices[kind] = chosen(
+                self.layout, auto, kind=kind, levels=levels, ulysses_size=self.ulysses_size
+            )
+        return self.choices[kind]
 
     def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
         """One non-negative int64 that stands for the documents and for the plans of layer kinds."""

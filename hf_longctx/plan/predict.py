@@ -9,6 +9,7 @@ causal document in zigzag. Letters: R ranks, N domains of G ranks, M pieces.
 from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from .timeline import Event, events
 
 GAIN = 0.05  # below it the flat ring is taken: predictions are no better
 BACKWARD = 2.5  # times the work of forward, by score entry
+_AS_BUSY = 0.99  # of the most score entries
+Make = Callable[[str, int], Program]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +139,21 @@ def _post(event: Event, clock: _Clock, machine: Machine, rank: int, at_once: boo
 
 
 def choose(
-    layout: Layout, machine: Machine, *, kind: LayerKind, widths: Widths, pieces: int = charm.PIECES
+    layout: Layout,
+    machine: Machine,
+    *,
+    kind: LayerKind,
+    widths: Widths,
+    pieces: int = charm.PIECES,
+    make: Make | None = None,
+    heads_move: bool = False,
 ) -> tuple[str, Mapping[str, Seconds]]:
     """The algorithm that `auto` runs, and what was predicted of each.
 
-    The flat ring, unless charm is predicted to gain 5 % over it or more. Builds the programs of two
-    ranks only: the first of the domain that holds the end of the longest document, which sees the
-    most keys, and the first of a domain half-way round, where most gradients pass; in a ring, such
-    ranks receive across the outermost link.
+    The flat ring, unless charm is predicted to gain 5 % over it or more. Builds two programs, both
+    of one rank: the first of the domain with most to do, which in a ring receives across the
+    outermost link. Of domains with as much it is the second, where the gradients of most chunks
+    pass.
 
     Args:
         layout (`Layout`): Where the tokens lie.
@@ -151,27 +161,43 @@ def choose(
         kind (`LayerKind`): The layers.
         widths (`Widths`): Bytes of a row.
         pieces (`int`, *optional*, defaults to 4): Of charm's crossings.
+        make (`Callable`, *optional*): The program of an algorithm and a rank, where it is not built
+            as these arguments say.
+        heads_move (`bool`, *optional*, defaults to `False`): Ranks exchange heads in a ring's
+            program, too, so that those of a domain send across together.
     """
-    levels = machine.levels
-    size = levels.below(0)
-    longest = int(np.argmax(layout.lengths))
-    first = layout.by_document[longest][-1].rank // size * size
-    ranks = sorted({first, (first + levels.sizes[0] // 2 * size) % layout.ranks})
-    makers: dict[str, Callable[[int], Program]] = {
-        "ring": lambda r: ring.program(layout, rank=r, kind=kind),
-        "charm": lambda r: charm.program(layout, rank=r, kind=kind, levels=levels, pieces=pieces),
-    }
-    found = {}
-    for name, make in makers.items():
-        each = [
-            predict(make(r), machine, rank=r, kind=kind, widths=widths, at_once=name == "charm")
-            for r in ranks
-        ]
-        found[name] = Seconds(
-            forward=max(s.forward for s in each), backward=max(s.backward for s in each)
+    rank = _busiest(layout, machine.levels, kind)
+    made: Make = make or partial(_made, layout, kind=kind, levels=machine.levels, pieces=pieces)
+    found = {
+        name: predict(
+            made(name, rank),
+            machine,
+            rank=rank,
+            kind=kind,
+            widths=widths,
+            at_once=heads_move or name == "charm",
         )
+        for name in ("ring", "charm")
+    }
     gain = found["ring"].layer / found["charm"].layer - 1 if found["charm"].layer else 0.0
     return ("charm" if gain >= GAIN else "ring"), found
+
+
+def _made(
+    layout: Layout, name: str, rank: int, *, kind: LayerKind, levels: Levels, pieces: int
+) -> Program:
+    if name == "ring":
+        return ring.program(layout, rank=rank, kind=kind)
+    return charm.program(layout, rank=rank, kind=kind, levels=levels, pieces=pieces)
+
+
+def _busiest(layout: Layout, levels: Levels, kind: LayerKind) -> int:
+    size = levels.below(0)
+    rank, _, document, start, stop = layout.columns.T
+    entries = kind.entries(start, stop, length=layout.lengths[document])
+    work = np.bincount(rank // size, weights=entries, minlength=levels.sizes[0])
+    most = np.flatnonzero(work >= _AS_BUSY * work.max())
+    return int(most[min(1, len(most) - 1)]) * size
 
 
 def ring_seconds(*, ranks: int, c: float, tau: float, rho: float = 2.0) -> Seconds:

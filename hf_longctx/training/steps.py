@@ -12,7 +12,9 @@ from transformers import Trainer
 
 from ..attention.kinds import layer_configs, layer_kinds, layer_widths
 from ..data.batch import KEY, LongCtxBatch
+from ..plan.auto import Auto
 from ..plan.measured import CostTable
+from .auto import say_choices
 from .halves import say_whole
 from .overrides import WatchedStep
 from .positions import refuse_longer
@@ -26,6 +28,8 @@ class StepsMixin(_Base):
     """Runs a Trainer's steps on shared batches."""
 
     longctx_costs: CostTable | None
+    longctx_auto: Auto | None
+    _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
     _logged: Tensor  # `_exchanged` at the last log
@@ -48,7 +52,7 @@ class StepsMixin(_Base):
         if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
         batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
-        batch.speeds = speeds
+        batch.speeds, batch.auto = speeds, self.longctx_auto
         if speeds and self.args.longctx_server_memory is not None:
             configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
             widths = (layer_widths(config, dtype=dtype) for config in configs)
@@ -62,6 +66,8 @@ class StepsMixin(_Base):
             kinds = set(layer_kinds(self.model.config))
             digest = batch.digest(self.longctx_attention, kinds)
             self.longctx_runtime.channel.agree(digest, what="the plan of a batch")
+            if self.args.process_index == 0:
+                self._chosen = say_choices(batch, before=self._chosen)
         return batch
 
     def training_step(

@@ -19,6 +19,7 @@ from ..comm.topology import Topology, find_topology, given_levels
 from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
+from ..plan.auto import Auto
 from ..plan.levels import Levels
 from ..support import (
     NAMES,
@@ -29,6 +30,7 @@ from ..support import (
     refuse_pingpong,
     refuse_wrappers,
 )
+from .auto import find_auto
 from .callback import LongCtxCallback
 from .collators import leave_out, refuse_other_targets, say_left_out
 from .costs import shared_costs
@@ -77,6 +79,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             ulysses_size=self.args.longctx_ulysses_size,
         )
         self.longctx_topology: Topology | None = None
+        self.longctx_auto: Auto | None = None
         refuse_wrappers(self)
         self.longctx_loaders = Loaders(
             self.args,
@@ -211,6 +214,10 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             if isinstance(channel, GlooChannel):
                 channels, device = self.longctx_topology.levels.channels, self.accelerator.device
                 widen(channel, self.longctx_group, channels=channels, device=device)
+            if self.longctx_attention == "charm" and self.args.longctx_topology == "auto":
+                self.longctx_auto = find_auto(
+                    self.longctx_topology, channel, model=self.model, arguments=self.args
+                )
             self._logged += self._exchanged() - before  # the log counts what steps send
         return self.longctx_topology.levels if self.longctx_topology else None
 
