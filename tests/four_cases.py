@@ -31,10 +31,19 @@ NUMBERS: dict[str, tuple[list[Row], dict[str, Any]]] = {
 }
 
 FOUR = {
-    "nested": Case(
+    "two_of_two": Case(
         lengths=UNEVEN,
-        name="ring",
+        name="charm",
         options={"longctx_max_tokens_per_rank": 40, "longctx_topology": "2x2"},
+    ),
+    "two_groups": Case(
+        lengths=UNEVEN,
+        name="charm",
+        options={
+            "longctx_group_size": 2,
+            "longctx_max_tokens_per_rank": 80,
+            "longctx_topology": "2x1",
+        },
     ),
     "twelve_packs_of_two": Case(
         lengths=(48,) * 12,

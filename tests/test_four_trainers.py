@@ -43,9 +43,10 @@ def test_b50_twelve_packs_over_two_groups_of_two_take_three_steps(four):
     assert [e["grad_norm"] for e in steps(case)] == pytest.approx(right.norms, rel=1e-5)
 
 
-def test_nested_domains_change_no_number(four):
-    case = four["nested"]
-    right = plain_loop(FOUR["nested"], world=4)
+@pytest.mark.parametrize("name", ["two_of_two", "two_groups"])
+def test_nested_domains_change_no_number(four, name):
+    case = four[name]
+    right = plain_loop(FOUR[name], world=4)
     assert [e["loss"] for e in steps(case)] == pytest.approx(right.losses, rel=1e-5)
     assert [e["grad_norm"] for e in steps(case)] == pytest.approx(right.norms, rel=1e-5)
 
