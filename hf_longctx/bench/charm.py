@@ -89,7 +89,7 @@ def _at(sweep: list[dict[str, Any]], ratio: float) -> dict[str, Any]:
     """`at_0_70` of the row at 0.7: its speedups."""
     rows = [row for row in sweep if row["c_over_tau"] == ratio]
     return {
-        f"at_{ratio:.2f}".replace(".", "_"): {k: v for k, v in row.items() if "speedup" in k}
+        f"at_{ratio:.2f}".replace(".", "_"): {k: v for k, v in row.items() if "ward_speedup" in k}
         for row in rows
     }
 
