@@ -97,7 +97,7 @@ class Exchanges:
         """The distinct messages: what several peers get is copied once."""
         peers: dict[tuple[Block, ...], list[int]] = {}
         for peer, blocks in op.sends:
-            peers.setdefault(blocks, []).append(peer)
+            peers.setdefault(tuple(blocks), []).append(peer)
         return [(to, self._tensors(blocks)) for blocks, to in peers.items()]
 
     def _tensors(self, blocks: Iterable[Block]) -> list[Tensor]:
