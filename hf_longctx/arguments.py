@@ -95,7 +95,8 @@ class LongCtxArguments:
         "auto",
         "Nested domains of a group's ranks (charm, ring, ulysses), outermost first: 2x4 is 2 nodes "
         "of 4 ranks, and 8 is the group size. auto: as the launcher and the machine tell, where "
-        "measured links bear it out; the log says which.",
+        "measured links bear it out, and charm runs only where it is predicted to gain; the log "
+        "says what.",
     )
     longctx_ulysses_size: int = _flag(
         1,

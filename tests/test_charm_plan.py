@@ -16,6 +16,7 @@ from hf_longctx.plan.layout import LAYOUTS, cut
 from hf_longctx.plan.levels import Levels
 from hf_longctx.plan.plans import Plan, make_plan
 from hf_longctx.plan.program import Attend, Post
+from hf_longctx.plan.timeline import events
 
 WIDTHS = Widths(heads=2, kv_heads=1, head_dim=4, value_dim=4, itemsize=2)
 B, B_G = WIDTHS.row("kv"), WIDTHS.row("dkv")  # of one row
@@ -94,6 +95,36 @@ def test_crossing_bytes_are_those_of_the_notes(sizes: tuple[int, ...]) -> None:
                 )
                 assert by_level[level] == chunks * (size - 1) * rows * each
             chunks *= size
+
+
+@pytest.mark.parametrize("sizes", [(128, 8), (8, 16, 8), (1024,)], ids=str)
+def test_a_thousand_ranks_send_what_the_formulae_say(sizes: tuple[int, ...]) -> None:
+    # Documents of 16 ranks, every row seen by every rank of them: 2 domains of 8, or of one level.
+    levels, rows, width = Levels(sizes), 4, 16
+    kind = LayerKind(causal=False, query_width=64, key_value_width=32)
+    held = cut([rows * width] * (1024 // width), ranks=1024, layout="contiguous")
+    plan = make_plan("charm", held, kind=kind, topology=levels)
+    inside = sizes[-1] if sizes[-1] < width else width
+    for rank in (0, 519, 1023):
+        for backward, each in ((False, B), (True, B + B_G)):
+            by_level = sent_by_level(
+                plan.program(rank), WIDTHS, rank=rank, levels=levels, backward=backward
+            )
+            expected = {len(sizes) - 1: width // inside * (inside - 1) * rows * each}
+            if inside < width:
+                expected[len(sizes) - 2] = rows * each
+            assert +by_level == expected
+
+
+def test_a_chunk_goes_round_a_thousand_ranks_once() -> None:
+    held = cut([4 * 1024], ranks=1024, layout="contiguous")
+    kind = LayerKind(causal=False, query_width=64, key_value_width=32)
+    plan = make_plan("ring", held, kind=kind)
+    for rank in (0, 700):
+        for backward, each in ((False, B), (True, B + B_G)):
+            found, _ = events(plan.program(rank), kind=kind, widths=WIDTHS, backward=backward)
+            sizes = [size for event in found for way, _, size in event.messages if way == 0]
+            assert sum(sizes) == 1023 * 4 * each
 
 
 def test_a_causal_document_crosses_only_where_it_is_seen() -> None:

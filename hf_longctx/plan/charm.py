@@ -49,11 +49,15 @@ def program(
     assert levels.ranks == layout.ranks, (levels, layout.ranks)
     visits = Visits(layout, rank=rank, kind=kind)
     keys = Crossings(layout, kind, levels, rank=rank, pieces=pieces)
-    forward = _Forward(visits, keys).ops()
-    if not queries:
-        return visits.program(forward, _Backward(visits, keys).ops())
-    moved = Crossings(layout, kind, levels, rank=rank, pieces=pieces, queries=True)
-    return visits.program(forward, _BackwardByQueries(visits, moved).ops())
+
+    def backward() -> Iterator[Op]:  # begun once forward has all its arrays
+        if not queries:
+            yield from _Backward(visits, keys).ops()
+            return
+        moved = Crossings(layout, kind, levels, rank=rank, pieces=pieces, queries=True)
+        yield from _BackwardByQueries(visits, moved).ops()
+
+    return visits.program(_Forward(visits, keys).ops(), backward())
 
 
 class _Visit:
@@ -93,9 +97,9 @@ class _Forward:
             stand, arrays = visit.stand, visit.arrays
         return tuple(b for array in arrays for b in stand.blocks(array, owner, rows))
 
-    def ops(self) -> list[Op]:
-        """All operations of the direction."""
-        ops = self._opening()
+    def ops(self) -> Iterator[Op]:
+        """All operations of the direction, as they are read: few stay in memory."""
+        yield from self._opening()
         order = self.crossings.order(backward=self.backward)
         waiting = {unit.level: deque[Unit]() for unit in sorted(order)}  # the outermost goes first
         for unit in order:
@@ -111,16 +115,16 @@ class _Forward:
 
         for level in waiting:
             for _ in range(_WINDOW):
-                ops += start(level)
-        ops += self._first()
+                yield from start(level)
+        yield from self._first()
         for unit in order:
             if visit := started.pop(unit, None):
-                ops += [Wait(op.tag) for op in visit.posts if op.sends or op.recvs]
-                ops += self._work(visit)
+                yield from (Wait(op.tag) for op in visit.posts if op.sends or op.recvs)
+                yield from self._work(visit)
             else:
-                ops += self._turn()
-            ops += start(unit.level)  # on all ranks alike, so that messages keep their order
-        return [*ops, *self._last()]
+                yield from self._turn()
+            yield from start(unit.level)  # on all ranks alike: messages keep their order
+        yield from self._last()
 
     def _opening(self) -> list[Op]:
         """Before anything is sent."""

@@ -113,10 +113,11 @@ class Crossings:
 
     def _ends(self, unit: Unit) -> tuple[int, int]:
         """To whom this rank sends in a unit, and from whom it receives."""
-        across = self.levels.peers(self.rank, unit.level)
-        mine = across.index(self.rank)
-        target = across[(mine + unit.offset) % len(across)]
-        return target, across[(mine - unit.offset) % len(across)]
+        step, size = self.levels.below(unit.level), self.levels.sizes[unit.level]
+        mine = self.rank // step % size
+        first = self.rank - mine * step
+        target, source = ((mine + by) % size for by in (unit.offset, -unit.offset))
+        return first + target * step, first + source * step
 
     def hops(self, unit: Unit) -> tuple[list[Hop], Stand]:
         """The exchanges of a unit, and how the rows that they bring stand here."""

@@ -54,7 +54,11 @@ class Levels:
 
     def below(self, level: int) -> int:
         """Ranks of one member of a domain at `level`."""
-        return prod(self.sizes[level + 1 :])
+        return self._below[level]
+
+    @cached_property
+    def _below(self) -> tuple[int, ...]:
+        return tuple(prod(self.sizes[level + 1 :]) for level in range(len(self.sizes)))
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Which member `rank` lies in, at each level."""
@@ -62,8 +66,9 @@ class Levels:
 
     def peers(self, rank: int, level: int) -> tuple[int, ...]:
         """The ranks of its domain that differ from `rank` at `level` alone, itself included."""
-        step, mine = self.below(level), self.coordinates(rank)[level]
-        return tuple(rank + (member - mine) * step for member in range(self.sizes[level]))
+        step, size = self.below(level), self.sizes[level]
+        first = rank - rank // step % size * step
+        return tuple(range(first, first + size * step, step))
 
     def outside(self, size: int) -> "Levels":
         """The levels of domains of `size` ranks, which are runs of ranks, each as one rank.
