@@ -95,13 +95,15 @@ class LongCtxArguments:
         "auto",
         "Nested domains of a group's ranks (charm, ring, ulysses), outermost first: 2x4 is 2 nodes "
         "of 4 ranks, and 8 is the group size. auto: as the launcher and the machine tell, where "
-        "measured links bear it out, and charm runs only where it is predicted to gain; the log "
-        "says what.",
+        "measured links bear it out; charm then runs the flat ring for batches that it is not "
+        "predicted to speed up by 5 percent, and where all ranks share one place. The log says "
+        "what.",
     )
     longctx_ulysses_size: int = _flag(
         1,
-        "Ranks of a domain that exchange heads, while keys and values travel between domains. 1: "
-        "ulysses exchanges heads over all ranks, ring and charm exchange none.",
+        "Ranks of a domain that exchange heads, while keys and values travel between domains: "
+        "round a ring, or as charm takes them. Left at 1, ulysses exchanges heads over all ranks, ring "
+        "and charm none.",
     )
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
         "auto", "Scan of linear-attention states. Only auto is built yet."

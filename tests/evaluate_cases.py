@@ -303,9 +303,10 @@ def run_peft(name: str, folder: Path) -> dict[str, Any]:
 
 
 def run_sft_peft(name: str, folder: Path) -> dict[str, Any]:
-    """Train adapters that TRL puts on."""
+    """Train adapters that TRL puts on, once the untrained ones were evaluated."""
     trainer = sft(folder, peft_config=lora())
     trainer.save_model(str(folder / "initial"))
+    trainer.evaluate()  # which prepares the model without DDP
     trainer.train()
     trainer.save_model(str(folder / "final"))
     return {"log": trainer.state.log_history}

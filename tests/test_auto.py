@@ -66,7 +66,7 @@ def test_programs_that_were_built_to_predict_are_kept() -> None:
 def test_without_measured_links_the_flat_ring_runs() -> None:
     choice = chosen(one_document(), Auto(itemsize=2), kind=KIND, levels=Levels((8,)))
     assert choice.plan.algorithm == "ring" and not choice.seconds
-    assert str(choice) == "ring, as no links were measured: places tell of one domain only"
+    assert str(choice) == "ring, as all ranks share one place, where no link was measured"
 
 
 def batch(given: Auto | None, layout: Layout | None = None) -> LongCtxBatch:

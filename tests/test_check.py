@@ -20,6 +20,7 @@ from hf_longctx.plan.count import Widths, peak_bytes, sent, sent_in_layer
 from hf_longctx.plan.layout import LAYOUTS, cut
 from hf_longctx.plan.plans import Plan, make_plan
 from hf_longctx.plan.program import (
+    FOLDS,
     Attend,
     AttendGrad,
     Block,
@@ -123,6 +124,16 @@ def shorten(op: Op) -> Iterator[tuple[Op, ...]]:
         yield (fewer,)
         if isinstance(fewer, AttendGrad):
             yield (fewer._replace(dkv=fewer.dkv._replace(stop=fewer.dkv.stop - 1)),)
+
+
+def refold(op: Op) -> Iterator[tuple[Op, ...]]:
+    """Combine in another way, but where that comes to the same: into zeros, or of one part."""
+    if isinstance(op, Fold):
+        same = {op.how} | (
+            {"cat", "lse"} if len(op.parts) == 1 and op.how in ("cat", "lse") else set()
+        )
+        same |= {"cat"} if op.how == "sum" else set()
+        yield from ((op._replace(how=how),) for how in FOLDS if how not in same)
 
 
 def drop_send(op: Op) -> Iterator[tuple[Op, ...]]:
@@ -229,6 +240,7 @@ CHANGES: dict[str, Change] = {
     "double-wait": double(Wait),
     "drop-fold": drop(Fold),
     "double-fold": double(Fold),
+    "other-fold": refold,
 }
 
 

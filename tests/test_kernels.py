@@ -363,3 +363,31 @@ def test_reference_is_softmax() -> None:
     q, k, v = (x.transpose(0, 1)[None] for x in (rows.q, rows.k, rows.v))
     torchs = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
     assert (reference(rows, [9]).out - torchs[0].transpose(0, 1)).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_rows_that_see_one_key_get_no_gradient_by_delta(dtype: torch.dtype, softcap: float) -> None:
+    """Their softmax is 1 whatever the score: what a narrow delta rounds off would be left over."""
+    noise, rows = torch.Generator().manual_seed(0), 32
+    q, grad_out = (torch.randn(rows, 4, 64, generator=noise).to(dtype) for _ in range(2))
+    k, v = (torch.randn(rows, 2, 64, generator=noise).to(dtype) for _ in range(2))
+    out = v.repeat_interleave(2, 1).float()
+    scores = (q.float() * k.repeat_interleave(2, 1).float()).sum(-1, keepdim=True) / 8
+    lse = softcap * torch.tanh(scores / softcap) if softcap else scores
+    delta = (grad_out.float() * out).sum(-1, keepdim=True)
+    dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
+    roles = ("q", "kv", "grad", "dq", "dkv")
+    for call in calls([Task(dict.fromkeys(roles, i), 0, 1, 0, 1) for i in range(rows)], window=0):
+        softmax.attend_grad(
+            call,
+            q={"q": q},
+            kv={"k": k, "v": v},
+            grad={"grad_out": grad_out, "delta": delta, "lse": lse},
+            dq={"dq": dq},
+            dkv={"dk": dk, "dv": dv},
+            scoring=Scoring(scale=1 / 8, softcap=softcap),
+        )
+    assert max(float(x.abs().max()) for x in (dq, dk)) < 1e-4
+    right = grad_out.float().unflatten(1, (2, 2)).sum(2)
+    torch.testing.assert_close(dv, right, rtol=1e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)

@@ -86,6 +86,21 @@ def given_levels(text: str, *, ranks: int, ulysses_size: int = 1) -> Levels | No
     return levels
 
 
+def refuse_domains(found: Topology, *, size: int) -> None:
+    """Refuse domains of `size` ranks that exchange heads, where found levels do not hold them.
+
+    Raises:
+        ValueError: with what was found, and the remedy.
+    """
+    try:
+        found.levels.outside(size)
+    except ValueError as error:
+        raise ValueError(
+            f"longctx_topology=auto found {found.levels}, {found.why}: {error}; or give "
+            "longctx_topology yourself"
+        ) from error
+
+
 def find_topology(text: str, *, ranks: int, channel: Channel | None, place: Place) -> Topology:
     """The topology of a group, the same on all its ranks, which call this at once; logged once.
 
@@ -116,12 +131,13 @@ def _measured(channel: Channel, ranks: int, place: Place) -> Topology:
     numbers = [int.from_bytes(hashlib.blake2b(x.encode(), digest_size=7).digest()) for x in place]
     everyone = gather(channel, torch.tensor(numbers, dtype=torch.int64), ranks=ranks)
     levels, depths = nest(everyone.tolist())
-    if not depths:
-        return Topology(
-            levels=levels, why="as no neighbouring ranks share a place that others lack"
-        )
-    kinds = " and ".join(KINDS[depth] for depth in depths)
+    if bool((everyone == everyone[0]).all()):
+        return Topology(levels=levels, why="one domain, as all share a node and a NUMA domain")
     rates = probe(channel, levels)
+    if not depths:
+        why = f"one domain, as no neighbours share a place that others lack; links: {rates[0]}"
+        return Topology(levels=levels, rates=rates, why=why)
+    kinds = " and ".join(KINDS[depth] for depth in depths)
     merged, kept = merge(levels, rates)
     measured = "links from the outside in: " + "; ".join(map(str, rates))
     why = f"by {kinds}; {measured}"

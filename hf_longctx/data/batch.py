@@ -8,6 +8,7 @@ again, and what ties it to a process (channel, saved tensors) stays behind.
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -155,11 +156,9 @@ class LongCtxBatch:
 
     def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
         """One non-negative int64 that stands for the documents and for the plans of layer kinds."""
-        number = self.contents
-        for kind in kinds:
-            for part in self.parts:  # shifted, so that two equal halves do not cancel out
-                number ^= part.plan(algorithm, kind).digest >> part.half
-        return number
+        plans = [part.plan(algorithm, kind).digest for kind in kinds for part in self.parts]
+        numbers = np.asarray([self.contents, *sorted(plans)], "<i8")  # kinds may be a set
+        return int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little") >> 1
 
     def places(self) -> np.ndarray:
         """int64 `[rows, 2]`: row in the data set and position there of each row of this rank; -1

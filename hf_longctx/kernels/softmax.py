@@ -89,9 +89,14 @@ def attend_grad(
     rows, keys, given = (call.rows[role] for role in ("q", "kv", "grad"))
     query, key, value = rows.read(q["q"]), keys.read(kv["k"]), keys.read(kv["v"])
     grad_out = given.read_zero_padded(grad["grad_out"])
-    out = (
-        given.read(grad["out"]) if "out" in grad else _rebuilt(grad_out, given.read(grad["delta"]))
-    )
+    width = value.shape[-1]
+    if "out" in grad:
+        out = given.read(grad["out"])
+    elif grad_out.dtype.itemsize < grad["delta"].dtype.itemsize:
+        grad_out, out = _split(grad_out, given.read_zero_padded(grad["delta"]))
+        value = _padded(value, out.shape[-1])
+    else:
+        out = _rebuilt(grad_out, given.read(grad["delta"]))
     lse = given.read(grad["lse"])[..., 0]
     if scoring.softcap:
         capped = scoring.capped(call, query)
@@ -109,12 +114,26 @@ def attend_grad(
     # Rows of padding got no output gradient and are the only ones that see padding: theirs is zero.
     call.rows["dq"].add(dq["dq"], d_query[..., : query.shape[-1]])
     call.rows["dkv"].add(dkv["dk"], d_key[..., : key.shape[-1]])
-    call.rows["dkv"].add(dkv["dv"], d_value[..., : value.shape[-1]])
+    call.rows["dkv"].add(dkv["dv"], d_value[..., :width])
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
     """Zeros behind the last axis: the kernel wants queries, keys and values of one size."""
     return pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
+
+
+def _split(grad_out: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """`grad_out` and three columns of ones, and an out that is zero but for `delta [..., 1]` there.
+
+    Their products sum to delta, split over three numbers of the narrow dtype: one would round it,
+    and rows that see a single key, whose gradient is zero, would get what was rounded off.
+    """
+    narrow, rest, columns = grad_out.dtype, delta, list[Tensor]()
+    for _ in range(3):
+        columns.append(rest.to(narrow))
+        rest = rest - columns[-1].to(delta.dtype)
+    ones = torch.ones_like(delta, dtype=narrow).expand(*delta.shape[:-1], 3)
+    return torch.cat([grad_out, ones], -1), torch.cat([torch.zeros_like(grad_out), *columns], -1)
 
 
 def _rebuilt(grad_out: Tensor, delta: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Auto:
     Args:
         itemsize (`int`): Bytes of an element of the rows that travel.
         machine (`Machine`, *optional*): Links and speed; `None` where no link was measured, as
-            places tell of one domain only.
+            all ranks share one place.
     """
 
     itemsize: int
@@ -44,7 +44,7 @@ class Choice:
     def __str__(self) -> str:
         name = self.plan.algorithm
         if not self.seconds:
-            return f"{name}, as no links were measured: places tell of one domain only"
+            return f"{name}, as all ranks share one place, where no link was measured"
         ring, ours = (self.seconds[algorithm].layer for algorithm in ("ring", "charm"))
         gain = ring / ours - 1 if ours else 0.0
         return (

@@ -33,6 +33,13 @@ from .program import (
 )
 
 _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
+_PARTIALS = ("out", "part")
+_FOLDED = {  # how -> the kinds that come of which: their numbers here would add up all the same
+    "cat": {(kind, kind) for kind in KINDS} | {("out", "part")},
+    "sum": {(kind, kind) for kind in ("dq", "dkv")},
+    "lse": {(into, part) for into in _PARTIALS for part in _PARTIALS},
+    "delta": {("delta", "grad")},
+}
 
 
 class _Rank:
@@ -186,6 +193,10 @@ class _Rank:
 
     def _fold(self, into: Block, parts: tuple[Block, ...], how: str) -> None:
         self._same_heads(into, *parts)
+        kinds = self.program.kinds
+        pairs = {(kinds[into.array], kinds[part.array]) for part in parts}
+        if how in _FOLDED and not pairs <= _FOLDED[how]:
+            raise PlanError(f"rank {self.rank}: {how} makes {into} of {parts}: kinds {pairs}")
         values = [self.rows(part).copy() for part in parts]
         target = self.rows(into)
         if how == "cat":

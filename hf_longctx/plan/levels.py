@@ -82,7 +82,8 @@ class Levels:
         if rest > 1 and (not above or above[-1] % rest):
             raise ValueError(
                 f"longctx_ulysses_size={size} does not divide the domains of longctx_topology="
-                f"{self}; use a divisor of its last size, {self.sizes[-1]}, or 1"
+                f"{self}; use a divisor of its last size, {self.sizes[-1]}, a product of its "
+                "last sizes, or 1"
             )
         return Levels((*above[:-1], above[-1] // rest) if above else (1,))
 

@@ -87,8 +87,8 @@ class Plan:
         text += self.costs.to_json() if self.costs else ""
         if self.topology or self.algorithm == "charm":
             text += f" {self.levels} {self.moves_queries}"
-        if self.ulysses_size > 1:
-            text += f" heads {self.kind.heads}/{self.kind.kv_heads} over {self.ulysses_size}"
+        if (heads := (self.kind.heads, self.kind.kv_heads)) != (1, 1):
+            text += f" heads {heads} over {self.ulysses_size}"
         columns = [self.layout.lengths, self.layout.columns, self.tasks]
         columns += [self.loans] if len(self.loans) else []
         parts = [text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)]

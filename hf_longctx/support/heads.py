@@ -39,15 +39,14 @@ def _does_not_divide(sharing: Sharing) -> object:
 def _too_few(sharing: Sharing) -> object:
     if sharing.exact:
         return None
-    return (
-        f"{sharing.size} ranks, {sharing.heads} query heads, {sharing.kv_heads} key/value heads; "
-        f"use longctx_ulysses_size {_listed(sharing)} of {sharing.ranks} ranks"
-    )
+    have = f"{sharing.size} ranks, {sharing.heads} query heads, {sharing.kv_heads} key/value heads"
+    return f"{have}; of {sharing.ranks} ranks use {_listed(sharing)}"
 
 
 def _listed(sharing: Sharing) -> str:
-    *others, last = map(str, sharing.sizes)
-    return f"{', '.join(others)} or {last}" if others else last
+    """Sizes that can, but for 1: under `ulysses` that stands for all ranks."""
+    sizes = [str(size) for size in sharing.sizes if size > 1]
+    return " or ".join([*sizes, "ring or charm without it"])
 
 
 HEAD_RULES = (

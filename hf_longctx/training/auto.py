@@ -59,7 +59,8 @@ def _entry_seconds(widths: Widths, dtype: torch.dtype, device: torch.device) -> 
 
 def _timed(widths: Widths, dtype: torch.dtype, device: torch.device) -> float:
     """The best of a few runs of one causal task."""
-    of: dict[str, Any] = {"dtype": dtype, "device": device}
+    noise = torch.Generator(device).manual_seed(0)  # dropout must draw as without `auto`
+    of: dict[str, Any] = {"dtype": dtype, "device": device, "generator": noise}
     wide = torch.promote_types(dtype, torch.float32)
     query = {"q": torch.randn(_ROWS, widths.heads, widths.head_dim, **of)}
     key = {
@@ -67,7 +68,7 @@ def _timed(widths: Widths, dtype: torch.dtype, device: torch.device) -> float:
         "v": torch.randn(_ROWS, widths.kv_heads, widths.value_dim, **of),
     }
     into = {
-        "out": torch.empty(_ROWS, widths.heads, widths.value_dim, **of),
+        "out": torch.empty(_ROWS, widths.heads, widths.value_dim, dtype=dtype, device=device),
         "lse": torch.empty(_ROWS, widths.heads, 1, dtype=wide, device=device),
     }
     task = Task(dict.fromkeys(("q", "kv", "into"), 0), 0, _ROWS, 0, _ROWS)

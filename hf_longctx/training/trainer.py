@@ -15,7 +15,7 @@ from ..arguments import LongCtxArguments
 from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.channels import GlooChannel
 from ..comm.places import own_place
-from ..comm.topology import Topology, find_topology, given_levels
+from ..comm.topology import Topology, find_topology, given_levels, refuse_domains
 from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
@@ -211,6 +211,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 channel=channel,
                 place=own_place(self.accelerator.device),
             )
+            refuse_domains(self.longctx_topology, size=self.args.longctx_ulysses_size)
             if isinstance(channel, GlooChannel):
                 channels, device = self.longctx_topology.levels.channels, self.accelerator.device
                 widen(channel, self.longctx_group, channels=channels, device=device)
@@ -260,9 +261,22 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 self._restore_name(kept, source="the checkpoint")
                 stream = isinstance(self.longctx_sampler, PackStream)
                 refuse_other_data(kept, self.args, checkpoint=resume_from_checkpoint, stream=stream)
+        self._forget_evaluation()
         with self.longctx_servers:
             self.longctx_servers.start()
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _forget_evaluation(self) -> None:
+        """Have a model that was only evaluated so far prepared for training as if it was new.
+
+        An evaluation before training prepares it without DDP and marks it as prepared, so that
+        Accelerate would leave it so, and ranks would train apart without a word.
+        """
+        kind = (
+            self.accelerator.distributed_type.value
+        )  # FSDP and DeepSpeed wrap in place or at once
+        if kind.startswith("MULTI_") and self.model_wrapped is self.model:
+            vars(self.model).pop("_is_accelerate_prepared", None)
 
     def _restore_name(self, kept: Any, *, source: str) -> None:
         """Run a model without one of our names under the one that `kept` holds, if it does."""
