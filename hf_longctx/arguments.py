@@ -102,8 +102,8 @@ class LongCtxArguments:
     longctx_ulysses_size: int = _flag(
         1,
         "Ranks of a domain that exchange heads, while keys and values travel between domains: "
-        "round a ring, or as charm takes them. Left at 1, ulysses exchanges heads over all ranks, ring "
-        "and charm none.",
+        "round a ring, or as charm takes them. Left at 1, ulysses exchanges heads over all ranks, "
+        "and ring and charm none.",
     )
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
         "auto", "Scan of linear-attention states. Only auto is built yet."

@@ -129,10 +129,9 @@ def shorten(op: Op) -> Iterator[tuple[Op, ...]]:
 def refold(op: Op) -> Iterator[tuple[Op, ...]]:
     """Combine in another way, but where that comes to the same: into zeros, or of one part."""
     if isinstance(op, Fold):
-        same = {op.how} | (
-            {"cat", "lse"} if len(op.parts) == 1 and op.how in ("cat", "lse") else set()
-        )
-        same |= {"cat"} if op.how == "sum" else set()
+        same = {op.how, "cat"} if op.how == "sum" else {op.how}
+        if op.how in ("cat", "lse") and len(op.parts) == 1:
+            same = {"cat", "lse"}
         yield from ((op._replace(how=how),) for how in FOLDS if how not in same)
 
 

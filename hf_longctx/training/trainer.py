@@ -272,9 +272,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         An evaluation before training prepares it without DDP and marks it as prepared, so that
         Accelerate would leave it so, and ranks would train apart without a word.
         """
-        kind = (
-            self.accelerator.distributed_type.value
-        )  # FSDP and DeepSpeed wrap in place or at once
+        kind = self.accelerator.distributed_type.value  # FSDP and DeepSpeed wrap at once
         if kind.startswith("MULTI_") and self.model_wrapped is self.model:
             vars(self.model).pop("_is_accelerate_prepared", None)
 
