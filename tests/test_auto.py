@@ -59,8 +59,25 @@ def test_the_chosen_plan_is_the_one_that_its_name_makes(given: Auto, name: str, 
 
 def test_programs_that_were_built_to_predict_are_kept() -> None:
     plan = chosen(one_document(), SLOW, kind=KIND, levels=LEVELS).plan
-    assert list(plan._programs) == [4]  # the first rank of the second domain
+    assert list(plan._programs) == [0, 4]  # the first rank of each domain
     assert plan.program(4) is plan._programs[4]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_a_peer_sends_last_are_waited_for(size: int) -> None:
+    """Of two domains of one chunk each, a ring's gradients go home when all work is done: played
+    over all ranks, 12.6 s against charm's 10.6."""
+    levels, kind = (
+        Levels((2, size)),
+        LayerKind(query_width=512, key_value_width=1024, kv_heads=8, heads=8),
+    )
+    held = cut([1024 * levels.ranks], ranks=levels.ranks, layout="zigzag", levels=levels)
+    links = (Link(1e6, float(size)), Link(1e9, 1.0))
+    machine = Machine(levels=levels, links=links, entry_seconds=1e-12)
+    given = Auto(itemsize=4, machine=machine)
+    choice = chosen(held, given, kind=kind, levels=levels, ulysses_size=size)
+    assert choice.plan.algorithm == "charm"
+    assert choice.seconds["ring"].layer == pytest.approx(12.6, rel=0.01)
 
 
 def test_without_measured_links_the_flat_ring_runs() -> None:

@@ -6,14 +6,14 @@ posted there before. `ring_seconds` and `charm_seconds` are the closed forms of 
 causal document in zigzag. Letters: R ranks, N domains of G ranks, M pieces.
 """
 
-from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from . import charm, ring
+from .clock import Clock, Due
 from .cost import LayerKind
 from .count import Widths
 from .layout import Layout
@@ -75,27 +75,6 @@ class Seconds:
         return self.forward + self.backward
 
 
-@dataclass(slots=True)
-class _Clock:
-    """One rank's time, and when each of its links is taken, each way."""
-
-    now: float = 0.0
-    arrives: dict[int, float] = field(default_factory=dict)
-    taken: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
-
-    def carry(self, link: tuple[int, int], begins: float, seconds: float) -> float:
-        """When a message that is ready at `begins` has passed: it takes the first gap."""
-        busy = [span for span in self.taken.get(link, []) if span[1] > self.now]
-        for start, end in busy:
-            if begins + seconds <= start:
-                break
-            begins = max(begins, end)
-        if seconds:
-            insort(busy, (begins, begins + seconds))
-        self.taken[link] = busy
-        return begins + seconds
-
-
 def predict(
     program: Program, machine: Machine, *, rank: int, kind: LayerKind, widths: Widths, at_once: bool
 ) -> Seconds:
@@ -114,28 +93,32 @@ def predict(
     for backward in (False, True):
         each = machine.entry_seconds * (BACKWARD if backward else 1.0)
         played, left = events(program, kind=kind, widths=widths, backward=backward)
-        clock = _Clock()
+        clock = Clock()
         for event in played:
             clock.now += event.work * each
             if event.posted:
                 _post(event, clock, machine, rank, at_once)
             else:
-                clock.now = max(clock.now, clock.arrives[event.tag])
+                clock.wait(event.tag)
         times.append(clock.now + left * each)
     return Seconds(forward=times[0], backward=times[1])
 
 
-def _post(event: Event, clock: _Clock, machine: Machine, rank: int, at_once: bool) -> None:
-    """Sends leave now or with what they relay; peers in step send theirs at the same time."""
+def _post(event: Event, clock: Clock, machine: Machine, rank: int, at_once: bool) -> None:
+    """Sends leave now, or with what they relay."""
     begins = max(clock.now, clock.arrives.get(event.after, 0.0))
-    arrives = begins
+    clock.arrives[event.tag] = max(begins, clock.arrives.get(event.tag, 0.0))
     for way, peer, size in event.messages:
         level = machine.levels.crosses(rank, peer)
         link = machine.links[level]
         senders = machine.levels.below(level) if at_once else 1
         sharing = max(1.0, senders / link.lanes)
-        arrives = max(arrives, clock.carry((level, way), begins, size * sharing / link.rate))
-    clock.arrives[event.tag] = arrives
+        due = Due(event.tag, (level, way), begins, size * sharing / link.rate)
+        if way:
+            clock.expect((rank - peer) % machine.levels.ranks, due)
+        else:
+            clock.take(due, begins)
+            clock.send((peer - rank) % machine.levels.ranks, begins)
 
 
 def choose(
@@ -150,10 +133,10 @@ def choose(
 ) -> tuple[str, Mapping[str, Seconds]]:
     """The algorithm that `auto` runs, and what was predicted of each.
 
-    The flat ring, unless charm is predicted to gain 5 % over it or more. Builds two programs, both
-    of one rank: the first of the domain with most to do, which in a ring receives across the
-    outermost link. Of domains with as much it is the second, where the gradients of most chunks
-    pass.
+    The flat ring, unless charm is predicted to gain 5 % over it or more. Builds both programs of
+    one rank: the first of the domain with most to do, which in a ring receives across the outermost
+    link. Of domains with as much it is the second, where the gradients of most chunks pass; of two
+    domains both are played.
 
     Args:
         layout (`Layout`): Where the tokens lie.
@@ -166,19 +149,18 @@ def choose(
         heads_move (`bool`, *optional*, defaults to `False`): Ranks exchange heads in a ring's
             program, too, so that those of a domain send across together.
     """
-    rank = _busiest(layout, machine.levels, kind)
+    ranks = _telling(layout, machine.levels, kind)
     made: Make = make or partial(_made, layout, kind=kind, levels=machine.levels, pieces=pieces)
-    found = {
-        name: predict(
-            made(name, rank),
-            machine,
-            rank=rank,
-            kind=kind,
-            widths=widths,
-            at_once=heads_move or name == "charm",
+    found = {}
+    for name in ("ring", "charm"):
+        at_once = heads_move or name == "charm"
+        each = [
+            predict(made(name, rank), machine, rank=rank, kind=kind, widths=widths, at_once=at_once)
+            for rank in ranks
+        ]
+        found[name] = Seconds(
+            forward=max(s.forward for s in each), backward=max(s.backward for s in each)
         )
-        for name in ("ring", "charm")
-    }
     gain = found["ring"].layer / found["charm"].layer - 1 if found["charm"].layer else 0.0
     return ("charm" if gain >= GAIN else "ring"), found
 
@@ -191,13 +173,16 @@ def _made(
     return charm.program(layout, rank=rank, kind=kind, levels=levels, pieces=pieces)
 
 
-def _busiest(layout: Layout, levels: Levels, kind: LayerKind) -> int:
+def _telling(layout: Layout, levels: Levels, kind: LayerKind) -> list[int]:
+    """The first ranks of the domains that are played: both of two, whose parts differ most."""
     size = levels.below(0)
+    if levels.sizes[0] == 2:
+        return [0, size]
     rank, _, document, start, stop = layout.columns.T
     entries = kind.entries(start, stop, length=layout.lengths[document])
     work = np.bincount(rank // size, weights=entries, minlength=levels.sizes[0])
     most = np.flatnonzero(work >= _AS_BUSY * work.max())
-    return int(most[min(1, len(most) - 1)]) * size
+    return [int(most[min(1, len(most) - 1)]) * size]
 
 
 def ring_seconds(*, ranks: int, c: float, tau: float, rho: float = 2.0) -> Seconds:

@@ -274,7 +274,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         """
         kind = self.accelerator.distributed_type.value  # FSDP and DeepSpeed wrap at once
         if kind.startswith("MULTI_") and self.model_wrapped is self.model:
-            vars(self.model).pop("_is_accelerate_prepared", None)
+            self.model.__dict__.pop("_is_accelerate_prepared", None)
 
     def _restore_name(self, kept: Any, *, source: str) -> None:
         """Run a model without one of our names under the one that `kept` holds, if it does."""
