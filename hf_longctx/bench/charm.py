@@ -68,10 +68,11 @@ def run(
     for name, ratio in (("dual_numa", 0.7), ("dual_node", 0.32)):
         found[name] |= _at(found[name]["sweep"], ratio)
     unshaped = _unshaped(setups["dual_numa"], rounds=rounds)
+    found["dual_node"].pop("allocator")
     sweeps = [found[name] for name in RAILS]
     clock = "wall seconds until the last rank is done, each direction at its best round"
     return {
-        **setting(case, processes=8, allocator="default", clock=clock),
+        **setting(case, processes=8, allocator=found["dual_numa"].pop("allocator"), clock=clock),
         "dtype": "bfloat16, gradients and partial results float32",
         "labels": "emulated links, timed compute, real bytes; time_ratio_vs_* real compute",
         "rounds": rounds,

@@ -174,6 +174,7 @@ def figures(setup: Setup, runs: Sequence[Measured], *, ratios: Sequence[float]) 
         "fraction_of_lower_bound": {name: min(found) for name, found in of_lower.items()},
         "prediction_error": {"max": float(max(errors))},
         "auto_regret": max(row["auto_regret"] for row in table),
+        "allocator": runs[0].allocator,
         "rates": [str(rate) for rate in runs[0].rates],
         "cross_megabytes": {n: max(run.carried[n] for run in runs) / 1e6 for n in names},
         "bytes_sent": {n: sum(run.sent[n] for run in runs) for n in names},

@@ -29,6 +29,7 @@ from ..plan.predict import BACKWARD
 from ..plan.program import HOME, Program
 from ..plan.timeline import entries
 from ..runtime.executor import Execution, drive
+from .common import keep_pages
 from .public_ring import PublicRing
 
 
@@ -121,6 +122,7 @@ class Measured:
         carried (`dict[str, int]`): By way: bytes that left through the interface `cross` meanwhile,
             headers and acknowledgements included; 0 where there is none.
         rates (`tuple[LinkRate, ...]`): Of each level, as the probe of a trainer finds them.
+        allocator (`str`): What became of freed memory.
     """
 
     seconds: dict[str, list[list[tuple[float, float]]]] = field(default_factory=dict)
@@ -128,6 +130,7 @@ class Measured:
     planned: dict[str, int] = field(default_factory=dict)
     carried: dict[str, int] = field(default_factory=dict)
     rates: tuple[LinkRate, ...] = ()
+    allocator: str = ""
 
 
 class TimedExecution(Execution):
@@ -156,14 +159,18 @@ class TimedExecution(Execution):
         each = entry_seconds * (BACKWARD if backward else 1.0)
         work = entries(program, kind=case.kind, backward=backward)
         self._task_seconds: Iterator[float] = iter((work * each).tolist())
+        self._overslept = 0.0
         for array in range(len(HOME)):
             for tensor in self.fields(array).values():
                 tensor.zero_()
 
     def _attend(self, step: Any) -> None:
-        seconds = sum(next(self._task_seconds) for _ in range(step.tasks))
-        if seconds:
+        """Sleep as long as the tasks take, less what the last sleep took too long."""
+        seconds = sum(next(self._task_seconds) for _ in range(step.tasks)) - self._overslept
+        began = time.perf_counter()
+        if seconds > 0:
             time.sleep(seconds)
+        self._overslept = time.perf_counter() - began - seconds
 
 
 def time_ways(
@@ -183,7 +190,7 @@ def time_ways(
         points (`Sequence[float]`): Seconds of a score entry.
         rounds (`int`): Of each.
     """
-    found = Measured(rates=probe(context.channel, case.levels))
+    found = Measured(rates=probe(context.channel, case.levels), allocator=keep_pages())
     programs = {name: case.plan(way).program(context.rank) for name, way in ways.items()}
     for name, program in programs.items():
         _count(context.channel, name, program, case, found)
