@@ -52,8 +52,8 @@ def run(
         case (`Case`, *optional*): One document on two levels.
         ratios (`tuple[float, ...]`, *optional*): Of c over tau.
         tau (`float`, *optional*, defaults to 0.25): Seconds of a chunk on a slow link.
-        rounds (`int`, *optional*, defaults to 1): Of the sweeps and the packed documents; one more of
-            the rest.
+        rounds (`int`, *optional*, defaults to 1): Of the sweeps and the packed documents; one
+            more of the rest.
         long (`int`, *optional*, defaults to 8192): Tokens that two ranks attend to.
         table (`int`, *optional*, defaults to 8192): Tokens of the packed documents.
 
