@@ -84,7 +84,7 @@ class Poisoned:
     dead: int = 0
 
     def __post_init__(self) -> None:
-        self.rank, self.sent = self.peers.rank, self.peers.sent
+        self.rank, self.sent, self.more = self.peers.rank, self.peers.sent, self.peers.more
 
     def agree(self, number: int, *, what: str) -> None:
         self.micro += 1

@@ -219,7 +219,9 @@ def test_ranks_in_one_place_are_one_domain_and_probe_nothing(caplog: Any) -> Non
     found = in_threads([("a", "b", "c")] * 3)
     assert [(x.levels, x.rates) for x in found] == [(Levels((3,)), ())] * 3
     (line,) = caplog.messages
-    assert line.startswith("topology of 3 ranks: 3, as no neighbouring ranks share a place")
+    assert line.startswith(
+        "topology of 3 ranks: 3, one domain, as all share a node and a NUMA domain"
+    )
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,11 @@ def test_work_follows_the_shares_of_the_heads() -> None:
 @pytest.mark.parametrize(
     ("sharing", "message"),
     [
-        (Sharing(8, 8, 28, 4), "8 ranks, 28 query heads, 4 key/value heads; use "
-         "longctx_ulysses_size 1, 2 or 4 of 8 ranks"),
+        (Sharing(8, 8, 28, 4), "8 ranks, 28 query heads, 4 key/value heads; of 8 "
+         "ranks use 2 or 4 or ring or charm without it"),
         (Sharing(3, 3, 4, 2), "3 ranks, 4 query heads, 2 key/value heads"),
-        (Sharing(6, 4, 8, 8), "longctx_ulysses_size=4 of 6 ranks; use 1, 2, 3 or 6"),
+        (Sharing(6, 4, 8, 8), "longctx_ulysses_size=4 of 6 ranks; use 2 or 3 or 6 or ring "
+         "or charm without it"),
     ],
 )  # fmt: skip
 def test_b24_heads_that_cannot_be_shared_are_refused(sharing: Sharing, message: str) -> None:

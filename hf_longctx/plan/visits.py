@@ -204,7 +204,8 @@ class Visits:
 
     def own_halves(self) -> tuple[list[Op], list[Op]]:
         """Gradients of the own queries with the own keys, the earlier rows and the later."""
-        first, second = cut_rows(self.own_rows, 2)
+        alone = self.layout.ranks == 1  # nothing comes between
+        first, second = (self.own_rows, ()) if alone else cut_rows(self.own_rows, 2)
         keys = self.own(KV, DKV)
         early, late = (
             self.attend_grad(self.home.runs((Q, GRAD, DQ), self.rank, rows), keys)
