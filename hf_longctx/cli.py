@@ -93,7 +93,7 @@ def _add_bench(commands: Any) -> None:
         "to cut documents, also over slow links (25 minutes; needs what `hf-longctx cluster` "
         "needs); "
         "charm: eight ranks in two domains with slow links between them, rings, charm, Ulysses and "
-        "their hybrid beside their bounds, and other libraries' (15 minutes, and the same needs); "
+        "their hybrid beside their bounds, and other libraries' (17 minutes, and the same needs); "
         "trainer: whole steps of two ranks against the stock Trainer on TRL's packs; "
         "plan: balance, traffic and planning time of plans for 8 to 512 ranks; no process starts",
     )
