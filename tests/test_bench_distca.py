@@ -141,7 +141,7 @@ def test_sides_of_the_table_share_documents_and_even_attention_out() -> None:
 
 
 def test_table_sides_compute_the_same(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "SPEEDUP", 1.0)  # times of so few tokens decide nothing
+    monkeypatch.setattr(tables, "SPEEDUP", 0.0)  # times of so few tokens decide nothing
     found = tables.measure(rank_pool, shape=TINY, wanted=1, rounds=1, tokens=1024)
     assert found["seeds"] == [0]
     for row in found["by_seed"].values():
