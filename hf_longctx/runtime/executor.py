@@ -178,7 +178,7 @@ class Execution:
 
     def _allocate(self, array: int) -> Fields:
         kind = self.program.kinds[array]
-        sizes = {"D": self.widths.head_dim, "V": self.widths.value_dim, "S": self.widths.state}
+        sizes = {"D": self.widths.head_dim, "V": self.widths.value_dim, "N": self.widths.state}
         sizes |= {"1": 1}
         kept, made = kept_heads(self.program)[array], {}
         for f in KINDS[kind]:
@@ -194,7 +194,7 @@ class Execution:
     def _heads(self, heads: Heads, of: Field) -> tuple[int, int]:
         """The heads of a field that belong to these groups."""
         groups = int(self.program.head_groups[0]) or self.widths.kv_heads
-        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads}
+        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads, "1": 1}
         return heads_in(heads, groups=groups, of=sizes[of.heads])
 
     def _dtype(self, wide: bool) -> torch.dtype:
