@@ -36,7 +36,7 @@ _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
 _PARTIALS = ("out", "part")
 _FOLDED = {  # how -> the kinds that come of which: their numbers here would add up all the same
     "cat": {(kind, kind) for kind in KINDS} | {("out", "part")},
-    "sum": {(kind, kind) for kind in ("dq", "dkv")},
+    "sum": {(kind, kind) for kind in ("dq", "dkv", "dx")},
     "lse": {(into, part) for into in _PARTIALS for part in _PARTIALS},
     "delta": {("delta", "grad")},
 }
@@ -61,14 +61,14 @@ class Rank:
         relayed = program.relayed(backward=backward)
         self.posts = Postings(rank, mail, relayed, pack=self._pack, unpack=self._unpack)
         noise = np.random.default_rng(rank)
-        of = {"H": heads, "K": kv_heads}
+        of = {"H": heads, "K": kv_heads, "1": 1}
         shapes = [
             (rows, of[KINDS[kind][0].heads])
             for kind, rows in zip(program.kinds, program.rows, strict=True)
         ]
         self.values = [
             np.zeros(shape, np.uint64)
-            if kind in ("dq", "dkv")
+            if kind in ("dq", "dkv", "dx")
             else noise.integers(0, 2**63, shape, np.uint64)  # unwritten must not pass unnoticed
             for kind, shape in zip(program.kinds, shapes, strict=True)
         ]

@@ -185,7 +185,7 @@ class Execution:
             first, stop = self._heads(kept, f)
             shape = (self.program.rows[array], stop - first, sizes[f.width])
             fill = float("-inf") if f.name == "lse" else 0.0
-            if kind in ("part", "dq", "dkv", "state"):
+            if kind in ("part", "dq", "dkv", "state", "dx"):
                 made[f.name] = torch.full(shape, fill, dtype=self._dtype(f.wide))
             else:
                 made[f.name] = torch.empty(shape, dtype=self._dtype(f.wide))
