@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
-from .support import NESTED, refuse_arguments
+from .support import NESTED, SOFTMAX_NAMES, refuse_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class LongCtxArguments:
     longctx_layout: Literal["auto", "contiguous", "zigzag", "spread"] = _flag(
         "auto",
         "How documents are cut over ranks. auto: spread for distca, zigzag for charm and ring, "
-        "contiguous for ulysses.",
+        "contiguous for ulysses and zeco_linear.",
     )
     longctx_balance: Literal["none", "tokens", "attention"] = _flag(
         "tokens", "How packs are filled: none keeps the order, tokens fits documents best."
@@ -187,7 +187,17 @@ class LongCtxArguments:
                 )
 
     def layout_for(self, name: str) -> str:
-        """The layout under an attention name; `auto` suits its plans."""
+        """The layout under an attention name; `auto` suits its plans.
+
+        Raises:
+            ValueError: under `zeco_linear`, where a rank's states enter the next rank's tokens, for
+                a layout in which those do not follow.
+        """
+        if name == "zeco_linear" and self.longctx_layout not in ("auto", "contiguous"):
+            raise ValueError(
+                f"longctx_layout={self.longctx_layout} under attn_implementation='zeco_linear': "
+                "a recurrent layer goes on from rank to rank; use contiguous, or leave it at auto"
+            )
         if self.longctx_layout != "auto":
             return self.longctx_layout
         suited = {"distca": "spread", "charm": "zigzag", "ring": "zigzag"}

@@ -94,6 +94,10 @@ class LongCtxBatch:
         auto (`Auto`, *optional*): Under `charm`, chooses each plan by prediction; never pickled,
             and the same on every rank.
         choices (`dict[LayerKind, Choice]`): What it chose.
+        softmax (`str`, *optional*, defaults to `distca`): Who plans softmax layers under
+            `zeco_linear`.
+        prepared (`bool`): Whether it came through a model that keeps its recurrent layers'
+            documents apart; never pickled.
     """
 
     layout: Layout
@@ -115,11 +119,15 @@ class LongCtxBatch:
     costs: CostTable | None = None
     auto: Auto | None = None
     choices: dict[LayerKind, Choice] = field(default_factory=dict)
+    softmax: str = "distca"
+    prepared: bool = False
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        tied = ("runtime", "speeds", "costs", "auto", "choices", "turn", "saved", "_plans")
+        tied = (
+            "runtime", "speeds", "costs", "auto", "choices", "turn", "prepared", "saved", "_plans",
+        )  # fmt: skip
         return {name: value for name, value in vars(self).items() if name not in tied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
