@@ -29,14 +29,15 @@ class Call:
         program (`Program`): This rank's.
         channel (`Channel`): Of its group.
         account (`Account`): Where to add what was done.
-        saved (`Tensor`, *optional*): What came in during the first forward, in a recompute.
+        saved (`tuple[Tensor, ...]`, *optional*): What came in during the first forward, in a
+            recompute.
         forget (`Callable`, *optional*): Called when backward starts: what is saved can go.
     """
 
     program: Program
     channel: Channel
     account: Account
-    saved: Tensor | None = None
+    saved: tuple[Tensor, ...] | None = None
     forget: Callable[[], None] | None = None
 
     def run(
@@ -93,7 +94,7 @@ class _Scan(torch.autograd.Function):
             run = _states(call, scan.SUMMARY, state_HNV, decay, back=False)
             entering = _by_heads(run.fields(scan.ENTERING)["state"], like=state_HNV)
         else:
-            entering = call.saved
+            (entering,) = call.saved
         ctx.save_for_backward(decay, entering)
         return entering
 
@@ -143,7 +144,7 @@ class _Halo(torch.autograd.Function):
     def forward(ctx: Any, call: Call, width: int, tail_TC: Tensor) -> Tensor:
         ctx.call = call
         if call.saved is not None:
-            return call.saved
+            return call.saved[0]
         before = tail_TC.new_zeros(width, 1, tail_TC.shape[1])
         bound = {halo.TAIL: {"x": tail_TC[:, None]}, halo.HALO: {"x": before}}
         call.run(bound, widths=_channels(tail_TC), dtype=tail_TC.dtype, back=False)
