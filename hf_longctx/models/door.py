@@ -6,9 +6,8 @@ padded or cached ones) go on as they came.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
-from types import MethodType
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from ..attention.documents import local_documents
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.layout import cut
+from .adapter import wrap_forward
 from .running import running_model
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # its name by version and family
@@ -29,12 +29,11 @@ def open_door(model: nn.Module) -> None:
         model (`nn.Module`): The outermost module that Transformers made. Only this instance
             changes; a second time changes nothing.
     """
-    if hasattr(model.forward, "hf_longctx_original"):
-        return
-    original: Callable[..., Any] = type(model).forward
-    names = tuple(inspect.signature(original).parameters)[1:]
+    names = tuple(inspect.signature(model.forward).parameters)
+    wrap_forward(model, partial(_forward, names=names))
 
-    @wraps(original)
+
+def _forward(original: Callable[..., Any], *, names: Sequence[str]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False), **kwargs)
         batch = batch_in(given)
@@ -43,8 +42,7 @@ def open_door(model: nn.Module) -> None:
                 return original(self, *args, **kwargs)
             return original(self, **_handed_on(batch, given))
 
-    forward.hf_longctx_original = original  # type: ignore[attr-defined]
-    model.forward = MethodType(forward, model)
+    return forward
 
 
 def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:

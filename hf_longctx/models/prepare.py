@@ -3,6 +3,8 @@
 Floor: models.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -58,6 +60,21 @@ def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, Adapter]]:
         for adapter in ADAPTERS
         if adapter.home(module) is not None
     ]
+
+
+@contextmanager
+def prepared(model: nn.Module) -> Iterator[None]:
+    """A model prepared for a while; afterwards its forwards are what they were."""
+    before = {module: module.__dict__.get("forward") for module in model.modules()}
+    prepare(model)
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            if module.__dict__.get("forward") is not forward:
+                del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def _refuse_unknown(model: nn.Module, known: list[nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 Floor: verify. Stock models cannot serve as a float64 reference: norms, routers and softmax ask for
 float32. Both sides therefore run under `KeepFloat64`, and attention is the naive reference.
+Recurrent layers of the reference run the library's own code, which shares nothing with ours.
 """
 
 import json
