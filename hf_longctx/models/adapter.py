@@ -47,6 +47,7 @@ class Adapter:
         functions (`Mapping[str, Replacement]`): By their names in the modeling file.
         steps (`tuple[str, ...]`): What one forward must call, in order; see `Running.begin`.
         forward (`Replacement`, *optional*): Stands in for the layer's own forward.
+        carried (`bool`, *optional*): The decoder layer around it hands it no keyword arguments.
     """
 
     models: tuple[str, ...]
@@ -54,6 +55,7 @@ class Adapter:
     steps: tuple[str, ...]
     functions: Mapping[str, Replacement] = field(default_factory=dict)
     forward: Replacement | None = None
+    carried: bool = False
 
     def home(self, module: nn.Module) -> ModuleType | None:
         """The modeling file that defines the module's class, if this adapter is for it."""
