@@ -4,6 +4,9 @@ Floor: attention. Letters: T rows of this rank, H heads, N rows of the state, V 
 channels, W taps.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from ..data.batch import LongCtxBatch
@@ -35,9 +38,13 @@ def recurrent(
         ValueError: where the kernels are not built for the rows.
     """
     _refuse(batch, q_THN)
-    return linear_attention(
-        q_THN, k_THN, v_THV, log_decay=log_decay, lengths=segment_lengths(batch), beta=beta
-    )
+    given: dict[str, Any] = {
+        "log_decay": log_decay,
+        "lengths": segment_lengths(batch),
+        "beta": beta,
+    }
+    with torch.autocast(q_THN.device.type, enabled=False):  # it would multiply states in bf16
+        return linear_attention(q_THN, k_THN, v_THV, **given)
 
 
 def convolve(

@@ -64,6 +64,12 @@ def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
         if lengths is None:
             return None
         batch = LongCtxBatch(cut(lengths, ranks=1, layout="contiguous"), 0)
+    held, rows = batch.layout.rows(batch.rank), _rows(given).shape[:2].numel()
+    if held != rows:
+        raise ValueError(
+            f"longctx_batch describes {held} tokens of rank {batch.rank}, but the input has {rows}; "
+            "pass one row of exactly those tokens"
+        )
     padded = _mask(given) is not None
     if padded or given.get("use_cache") or _cached(given) is not None:
         what = "padding in attention_mask" if padded else "a cache"
