@@ -1,4 +1,4 @@
-"""What recurrent layers cannot do exactly -> a refusal that names it; nothing is done in silence."""
+"""What recurrent layers cannot do exactly -> a refusal that names it, never a wrong number."""
 
 from __future__ import annotations
 

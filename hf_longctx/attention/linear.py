@@ -4,8 +4,6 @@ Floor: attention. Letters: T rows of this rank, H heads, N rows of the state, V 
 channels, W taps.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +12,7 @@ from ..kernels.conv import causal_conv
 from ..kernels.linear import linear_attention
 
 
+@torch.autocast("cpu", enabled=False)  # it would multiply states in bf16
 def recurrent(
     step: str,
     batch: LongCtxBatch,
@@ -38,13 +37,9 @@ def recurrent(
         ValueError: where the kernels are not built for the rows.
     """
     _refuse(batch, q_THN)
-    given: dict[str, Any] = {
-        "log_decay": log_decay,
-        "lengths": segment_lengths(batch),
-        "beta": beta,
-    }
-    with torch.autocast(q_THN.device.type, enabled=False):  # it would multiply states in bf16
-        return linear_attention(q_THN, k_THN, v_THV, **given)
+    return linear_attention(
+        q_THN, k_THN, v_THV, log_decay=log_decay, lengths=segment_lengths(batch), beta=beta
+    )
 
 
 def convolve(

@@ -67,8 +67,8 @@ def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
     held, rows = batch.layout.rows(batch.rank), _rows(given).shape[:2].numel()
     if held != rows:
         raise ValueError(
-            f"longctx_batch describes {held} tokens of rank {batch.rank}, but the input has {rows}; "
-            "pass one row of exactly those tokens"
+            f"longctx_batch describes {held} tokens of rank {batch.rank}, but the input has "
+            f"{rows}; pass one row of exactly those tokens"
         )
     padded = _mask(given) is not None
     if padded or given.get("use_cache") or _cached(given) is not None:
