@@ -87,6 +87,21 @@ def test_evaluation_and_generation_of_a_trained_model(tmp_path):
     )
 
 
+def test_mixed_precision_is_as_close_as_documents_alone(tmp_path):
+    """Accelerate wraps the forward for it; documents stay apart, also after an evaluation."""
+    trainer = train(tmp_path, model_of("zeco_linear"), bf16=True, **EVALUATION)
+    steps = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    before = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(tmp_path / "saved"))
+    assert trainer.evaluate()["eval_loss"] == before
+    case = Case(lengths=UNEVEN, options=OPTIONS)
+    right = plain_loop(case, world=1, model=model_of("sdpa")).losses
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = plain_loop(case, world=1, model=model_of("sdpa")).losses
+    for found, mixed, exact in zip(steps, plain, right, strict=True):
+        assert abs(found - exact) <= 2 * max(abs(mixed - exact), 2**-9 * exact)
+
+
 def test_a_saved_run_goes_on_with_the_name(tmp_path):
     trainer = train(tmp_path, model_of("zeco_linear"), save_strategy="epoch")
     checkpoint = max(tmp_path.glob("checkpoint-*"))

@@ -112,6 +112,8 @@ def _cached(given: Mapping[str, Any]) -> Any:
 
 def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Tokens of each packed document; `None` where every row is one."""
+    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+        return None  # the model says so itself
     batch, rows = _rows(given).shape[:2]
     found: dict[str, tuple[int, ...]] = {}
     for name, described in _descriptions(given).items():
