@@ -285,7 +285,7 @@ def test_the_model_picks_by_ranks_state_and_link() -> None:
     chain, tree, gathered = (
         chosen(state, ranks=64, link=fast, flag=flag) for flag in ("chain", "tree", "allgather")
     )
-    assert chain.pieces == 8 and chain.seconds == pytest.approx(70 * (2e-5 + 2**21 / 8 / 40e9))
+    assert chain.pieces == 16 and chain.seconds == pytest.approx(78 * (2e-5 + 2**17 / 40e9))
     assert tree.seconds == pytest.approx(6 * (2e-5 + 2**22 / 40e9))
     assert gathered.seconds == pytest.approx(2e-5 + 63 * 2**22 / 40e9)
     assert chosen(state, ranks=64, link=fast) == tree

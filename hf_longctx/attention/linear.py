@@ -21,6 +21,7 @@ from ..runtime.binding import Runtime
 from ..runtime.scans import Call, exchange_halo, scan_states
 
 
+@torch.autocast("cpu", enabled=False)  # it would multiply states in bf16
 def recurrent(
     step: str,
     batch: LongCtxBatch,
