@@ -19,7 +19,6 @@ from hf_longctx.comm.processes import RankContext
 from hf_longctx.comm.relaying import sent_over_all
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels import linear_reference
-from hf_longctx.plan.count import Widths, sent_in_layer
 from hf_longctx.plan.layout import Layout, cut
 from hf_longctx.runtime.binding import Runtime
 from hf_longctx.runtime.executor import Account
@@ -119,7 +118,6 @@ class Ran:
     results: Results
     account: Account
     sent: int
-    planned: int
     kept: int = 0  # results that are still saved at the end
 
 
@@ -169,28 +167,10 @@ class Case:
         def finish() -> Ran:
             results = backward()
             sent = sent_over_all(channel) - before
-            planned = planned_bytes(batch, self.given.v.shape[2])
             kept = len(batch.saved.results)
-            return Ran(results=results, account=account, sent=sent, planned=planned, kept=kept)
+            return Ran(results=results, account=account, sent=sent, kept=kept)
 
         return finish
-
-
-def planned_bytes(batch: LongCtxBatch, columns: int) -> int:
-    """Bytes that a rank's programs send, both ways."""
-    total = 0
-    for of, program in batch._programs.items():
-        if program is not None:
-            parts = max(1, int(program.head_groups[0]) // HEADS)
-            scan = Widths(
-                heads=HEADS * parts, kv_heads=HEADS, head_dim=1, value_dim=columns // parts,
-                state=ROWS, itemsize=8, wide_itemsize=8,
-            )  # fmt: skip
-            halo = Widths(
-                heads=1, kv_heads=1, head_dim=CHANNELS, value_dim=1, itemsize=8, wide_itemsize=8
-            )
-            total += sent_in_layer(program, halo if isinstance(of, int) else scan)
-    return total
 
 
 def gather(case: Case, ran: Sequence[Ran]) -> Results:

@@ -45,7 +45,7 @@ def test_ranks_compute_what_one_process_does(family: str, ranks: int) -> None:
         with nan_memory():
             ran = run_threads(what)
         assert error(gather(what, ran), reference(what.given, lengths)) < 1e-11, lengths
-        assert [each.sent for each in ran] == [each.planned for each in ran]
+        assert [each.sent for each in ran] == [each.account.planned_bytes for each in ran]
         assert not any(each.kept for each in ran)
 
 
@@ -78,7 +78,7 @@ def test_processes_compute_what_one_does(ranks: int, rank_pool: Any) -> None:
     for what, parts in zip(cases, zip(*ran, strict=True), strict=True):
         lengths = what.layout.lengths.tolist()
         assert error(gather(what, parts), reference(what.given, lengths)) < 1e-11
-        assert [each.sent for each in parts] == [each.planned for each in parts]
+        assert [each.sent for each in parts] == [each.account.planned_bytes for each in parts]
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
