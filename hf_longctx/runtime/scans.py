@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..comm.channels import Channel
 from ..kernels.summary import Summary
 from ..plan import halo, scan
-from ..plan.count import Widths
+from ..plan.count import Widths, sent
 from ..plan.program import Program
 from .executor import Account, Execution, drive
 
@@ -29,14 +29,15 @@ class Call:
         program (`Program`): This rank's.
         channel (`Channel`): Of its group.
         account (`Account`): Where to add what was done.
-        saved (`Tensor`, *optional*): What came in during the first forward, in a recompute.
+        saved (`tuple[Tensor, ...]`, *optional*): What came in during the first forward, in a
+            recompute.
         forget (`Callable`, *optional*): Called when backward starts: what is saved can go.
     """
 
     program: Program
     channel: Channel
     account: Account
-    saved: Tensor | None = None
+    saved: tuple[Tensor, ...] | None = None
     forget: Callable[[], None] | None = None
 
     def run(
@@ -53,6 +54,7 @@ class Call:
         )
         for array, fields in bound.items():
             run.bind(array, **fields)
+        self.account.planned_bytes += sum(sent(self.program, widths, backward=back).values())
         for number in range(len(self.program.backward if back else self.program.forward)):
             drive(run.phase(number), self.account)
         if back and self.forget is not None:
@@ -93,7 +95,7 @@ class _Scan(torch.autograd.Function):
             run = _states(call, scan.SUMMARY, state_HNV, decay, back=False)
             entering = _by_heads(run.fields(scan.ENTERING)["state"], like=state_HNV)
         else:
-            entering = call.saved
+            (entering,) = call.saved
         ctx.save_for_backward(decay, entering)
         return entering
 
@@ -124,8 +126,15 @@ def _states(call: Call, own: int, state: Tensor, decay: Tensor, *, back: bool) -
     pieces than heads."""
     heads, rows, columns = state.shape
     parts = max(1, int(call.program.head_groups[0]) // heads)
+    size = state.element_size()
     widths = Widths(
-        heads=heads * parts, kv_heads=heads, head_dim=1, value_dim=columns // parts, state=rows
+        heads=heads * parts,
+        kv_heads=heads,
+        head_dim=1,
+        value_dim=columns // parts,
+        state=rows,
+        itemsize=size,
+        wide_itemsize=size,
     )
     by_rows = state.transpose(0, 1).reshape(rows, heads * parts, columns // parts)
     bound = {own: {"state": by_rows}, own + 1: {"decay": decay.transpose(0, 1)}}
@@ -143,7 +152,7 @@ class _Halo(torch.autograd.Function):
     def forward(ctx: Any, call: Call, width: int, tail_TC: Tensor) -> Tensor:
         ctx.call = call
         if call.saved is not None:
-            return call.saved
+            return call.saved[0]
         before = tail_TC.new_zeros(width, 1, tail_TC.shape[1])
         bound = {halo.TAIL: {"x": tail_TC[:, None]}, halo.HALO: {"x": before}}
         call.run(bound, widths=_channels(tail_TC), dtype=tail_TC.dtype, back=False)
@@ -160,4 +169,12 @@ class _Halo(torch.autograd.Function):
 
 
 def _channels(rows_TC: Tensor) -> Widths:
-    return Widths(heads=1, kv_heads=1, head_dim=rows_TC.shape[1], value_dim=1)
+    channels, size = rows_TC.shape[1], rows_TC.element_size()
+    return Widths(
+        heads=1,
+        kv_heads=1,
+        head_dim=channels,
+        value_dim=1,
+        itemsize=size,
+        wide_itemsize=max(4, size),
+    )
