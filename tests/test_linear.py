@@ -232,8 +232,8 @@ def test_grids_hold_each_row_once_and_one_segment_a_chunk(
     found = grid(lengths, chunk=chunk, closed=closed)
     segment = np.repeat(np.arange(len(lengths)), lengths)
     rows = torch.arange(1.0, len(segment) + 1)[:, None, None]
-    laid = found.lay(rows)
-    assert torch.equal(found.pick(laid), rows)
+    (laid,) = found.lay(rows)
+    assert torch.equal(found.pick([laid]), rows)
     assert int((laid != 0).sum()) == len(segment)
     chunks = [row[row > 0].int().numpy() - 1 for row in laid.flatten(1)]
     assert all(len(set(segment[rows])) <= 1 for rows in chunks)

@@ -1,10 +1,10 @@
 """Log decays of chunks -> products of rows of queries and keys, decayed from one to the other.
 
-Floor: kernels. Letters: n chunks, H heads, K heads of queries and keys, C tokens of a chunk, N rows
-of the state, F queries that share their keys. With `b` the sums of the log decays from the chunk's
-start on, the product of query i with key j is `sum_N q_i k_j exp(b_i - b_j)` for `j <= i`, and 0
-above the diagonal. Exponents are formed as differences that are never above zero, so nothing
-overflows however fast the decay.
+Floor: kernels. Letters: n chunks, C tokens of a chunk, N rows of the state, F queries that share
+their keys. With `b` the sums of the log decays from the chunk's start on, the product of
+query i with key j is `sum_N q_i k_j exp(b_i - b_j)` for `j <= i`, and 0 above the diagonal.
+Exponents are formed as differences that are never above zero, so nothing overflows however fast the
+decay.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 class PerHead(torch.autograd.Function):
     """One decay for all rows of the state.
 
-    `PerHead.apply(q [F, n, K, C, N], k [n, K, C, N], b [n, H, C, 1])` gives `[F, n, H, C, C]`.
+    `PerHead.apply(q [F, n, C, N], k [n, C, N], b [n, C, 1])` gives `[F, n, C, C]`.
     """
 
     @staticmethod
@@ -25,7 +25,7 @@ class PerHead(torch.autograd.Function):
         size = k.shape[-2]
         upper = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
         decay = (sums - sums.mT).masked_fill_(upper, float("-inf")).exp_()
-        scores = spread(q @ k.mT, decay, dim=2)
+        scores = (q @ k.mT).mul_(decay)
         ctx.save_for_backward(q, k, decay, scores)
         return scores
 
@@ -33,7 +33,7 @@ class PerHead(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         q, k, decay, scores = ctx.saved_tensors
         shares = (grad * scores).sum(0)
-        products = (grad * decay).unflatten(2, (k.shape[1], -1)).sum(3)
+        products = grad * decay
         d_k = (products.mT @ q).sum(0)
         return products @ k, d_k, shares.sum(-1, keepdim=True) - shares.sum(-2)[..., None]
 
@@ -41,7 +41,7 @@ class PerHead(torch.autograd.Function):
 class PerRow(torch.autograd.Function):
     """A decay of each row of the state.
 
-    `PerRow.apply(q [F, n, H, C, N], k [n, H, C, N], b [n, H, C, N])` gives `[F, n, H, C, C]`.
+    `PerRow.apply(q [F, n, C, N], k [n, C, N], b [n, C, N])` gives `[F, n, C, C]`.
 
     A block on the diagonal is halved: its later half meets its earlier one through the token
     between them, by a matrix product of the two halves' decayed rows; then each half is halved. So
@@ -62,9 +62,8 @@ class PerRow(torch.autograd.Function):
         q, k, sums = ctx.saved_tensors
         d_q, d_k = torch.zeros_like(q), torch.zeros_like(k)
         for lower, (q_late, q_decay), (k_early, k_decay) in _halves(grad, q, k, sums):
-            blocks = lower.shape[-3], 2 * lower.shape[-1]
-            late, early = (x.unflatten(-2, blocks) for x in (d_q, d_k))
             half = lower.shape[-1]
+            late, early = (x.unflatten(-2, (-1, 2 * half)) for x in (d_q, d_k))
             late[..., half:, :] += (lower @ k_early).mul_(q_decay)
             early[..., :half, :] += (lower.mT @ q_late).sum(0).mul_(k_decay)
         d_sums = (q * d_q).sum(0) - k * d_k  # the diagonal has no decay
@@ -78,7 +77,7 @@ _Decayed = tuple[Tensor, Tensor]  # rows times their decay, and the decay
 def _halves(
     scores: Tensor, q: Tensor, k: Tensor, sums: Tensor
 ) -> Iterator[tuple[Tensor, _Decayed, _Decayed]]:
-    """At each level the blocks of `scores` below the diagonal, a view `[F, n, H, m, half, half]`,
+    """At each level the blocks of `scores` below the diagonal, a view `[F, n, m, half, half]`,
     with queries decayed from the middle on and keys decayed to the middle."""
     size = k.shape[-2]
     half = 1
@@ -96,10 +95,20 @@ def _halves(
         half *= 2
 
 
-def spread(shared: Tensor, own: Tensor, *, dim: int) -> Tensor:
-    """The product of what heads share with what each has of its own; `dim` is that of heads."""
-    heads = shared.shape[dim]
-    if heads == own.shape[dim - shared.ndim]:
-        return shared * own
-    at = dim - shared.ndim
-    return (shared.unsqueeze(at) * own.unflatten(at, (heads, -1))).flatten(at - 1, at)
+class UnitLowerInverse(torch.autograd.Function):
+    """The inverse of matrices with ones on the diagonal and zeros above it, `[..., C, C]`.
+
+    What is given on and above the diagonal is not read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
+        one = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+        inverse = torch.linalg.solve_triangular(lower, one, upper=False, unitriangular=True)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return (inverse.mT @ grad @ inverse.mT).tril_(-1).neg_()
