@@ -73,16 +73,15 @@ def _attended(
 ) -> Tensor:
     """One block of heads: `[n, C, V]`."""
     sums = decay.cumsum(-2)
-    scores = PerHead.apply if sums.shape[-1] == 1 else PerRow.apply
     keys, whole = _kept(k, sums)
     if rate is None:
-        weights = scores(q[None], k, sums)[0]
+        (weights,) = _scores(sums, k, q)
         states = Carried.apply(keys.mT @ v, whole, start, chunks)
     else:
-        weights, overlaps = scores(torch.stack([q, k]), k, sums)
+        weights, overlaps = _scores(sums, k, q, k)
         given = _given(k, v, sums, rate, overlaps)
         states, v = Corrected.apply(*given, keys, whole, start, chunks)
-    return (q * sums.exp()) @ states + weights @ v
+    return torch.baddbmm(weights @ v, q * sums.exp(), states)
 
 
 def summarize(
@@ -111,14 +110,19 @@ def _left(k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None, chunks: Grid
     keys, whole = _kept(k, sums)
     if rate is None:
         return Carried.apply(keys.mT @ v, whole, None, chunks)[-heads:]
-    scores = PerHead.apply if sums.shape[-1] == 1 else PerRow.apply
-    new, reads = _given(k, v, sums, rate, scores(k[None], k, sums)[0])
+    new, reads = _given(k, v, sums, rate, *_scores(sums, k, k))
     rows = k.shape[-1]
     # the identity enters beside zeros, and nothing is written to its columns
     start = torch.eye(rows, dtype=v.dtype, device=v.device).expand(heads, -1, -1)
     start = torch.cat([v.new_zeros(*start.shape[:2], v.shape[-1]), start], -1)
     new = torch.cat([new, new.new_zeros(*new.shape[:-1], rows)], -1)
     return Corrected.apply(new, reads, keys, whole, start, chunks)[0][-heads:]
+
+
+def _scores(sums: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
+    """Products of queries and keys, decayed from one token to the other, `[n, C, C]` of each."""
+    per = PerHead if sums.shape[-1] == 1 else PerRow
+    return per.apply(sums, k, *queries)
 
 
 def _kept(k: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
