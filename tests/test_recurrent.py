@@ -189,8 +189,9 @@ def test_b40_a_saved_model_knows_nothing_of_us(tmp_path):
     )
 
 
-def test_a_copy_of_a_prepared_model_is_its_own():
-    model = prepare(tiny("zeco_linear", family="qwen3_next"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_of_a_prepared_model_is_its_own(family):
+    model = prepare(prepare(tiny("zeco_linear", family=family)))
     twice = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -198,6 +199,8 @@ def test_a_copy_of_a_prepared_model_is_its_own():
     found = logits(twice, input_ids=IDS, position_ids=PACKED)
     assert float(found.abs().max()) > 0.0
     torch.testing.assert_close(found, each_alone(twice), rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match="came with a cache"):
+        model(input_ids=IDS, position_ids=PACKED, use_cache=True)
 
 
 def test_prepared_for_a_while():
