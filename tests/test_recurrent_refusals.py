@@ -21,7 +21,6 @@ from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.models import prepare as preparing
 from hf_longctx.models.adapter import Replacement
 from hf_longctx.plan.layout import cut
-from hf_longctx.verify.compare import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
