@@ -42,8 +42,8 @@ class ModelArguments:
     model_config: str | None = field(
         default=None,
         metadata={
-            "help": "A config as JSON: train such a model from scratch. --model_name_or_path is then "
-            "where its tokenizer comes from."
+            "help": "A config as JSON: train such a model from scratch, with the tokenizer of "
+            "--model_name_or_path."
         },
     )
     dtype: Literal["float32", "bfloat16", "auto"] = field(

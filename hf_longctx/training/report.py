@@ -104,8 +104,8 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
 
     Returns:
         `ranks`, `spanning_documents`, `bytes_moved` (over ranks and steps), `servers` (at the last
-        step), `steps`, `loss_first`, `loss_last` (`None` without a logged step), and `losses` of all
-        logged steps.
+        step), `steps`, `loss_first`, `loss_last` (`None` without a logged step), and the
+        `losses` of all logged steps.
     """
     steps = [entry for entry in history if "longctx_tokens" in entry]
     return {
