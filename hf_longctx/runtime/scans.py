@@ -1,12 +1,17 @@
-"""Scan and halo programs on one layer's tensors -> states and rows from other ranks, differentiable.
+"""Scan and halo programs on one layer's tensors -> states and rows of other ranks, differentiable.
 
-Floor: runtime. One autograd node each: backward runs the program's backward. What came in may be
-`saved`: a recompute under activation checkpointing then sends nothing, and only its backward does.
+Floor: runtime. Backward runs the program's backward. What came in may be `saved`: a recompute under
+activation checkpointing then sends nothing, and only its backward does. A halo is one autograd
+node. A scan is two: a thread runs the program while the layer computes what lies between them and
+needs no state of others, forward and, since autograd takes later nodes first, backward.
 Letters: T tokens, H heads, N rows of the state, V its columns, W taps, C channels.
 """
 
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,7 +77,28 @@ def scan_states(summary: Summary, *, call: Call) -> Tensor:
     Returns:
         `[H, N, V]` in the summary's dtype, zeros where nothing enters.
     """
-    return _Scan.apply(call, summary.state, summary.decay)
+    return begin_scan(summary, call=call).finish()
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A scan that has begun."""
+
+    _runner: "_Runner"
+    _begun: Tensor
+
+    def finish(self) -> Tensor:
+        """Wait for the state that enters; see `scan_states`."""
+        return _Finish.apply(self._runner, self._begun)
+
+
+def begin_scan(summary: Summary, *, call: Call) -> UnderWay:
+    """Start a scan, to be finished where its state is needed; arguments as in `scan_states`.
+
+    Until then, and in backward from there back to here, nothing else may use the call's channel.
+    """
+    runner = _Runner(call, summary.decay.detach(), tuple(summary.state.shape))
+    return UnderWay(runner, _Begin.apply(runner, summary.state, summary.decay))
 
 
 def exchange_halo(x_TC: Tensor, *, width: int, call: Call) -> Tensor:
@@ -86,33 +112,75 @@ def exchange_halo(x_TC: Tensor, *, width: int, call: Call) -> Tensor:
     return _Halo.apply(call, width, x_TC[max(0, len(x_TC) - width) :])
 
 
-class _Scan(torch.autograd.Function):
+class _Runner:
+    """Runs both directions of a scan, each in a thread of its own."""
+
+    def __init__(self, call: Call, decay: Tensor, shape: tuple[int, ...]) -> None:
+        self.call, self.decay, self.shape = call, decay, shape
+        self.entering = decay.new_empty(0)  # once it has come
+        self._run: Future[Execution] = Future()
+
+    def start(self, own: int, state: Tensor, *, back: bool) -> None:
+        """Start one direction."""
+        self._run, inference = Future(), torch.is_inference_mode_enabled()
+        call = replace(self.call, account=Account())  # what the thread waits for is hidden
+        decay = self.decay.mT if back and self.decay.shape[-1] > 1 else self.decay
+
+        def work(run: Future[Execution]) -> None:
+            try:
+                with torch.inference_mode(inference), torch.no_grad():
+                    run.set_result(_states(call, own, state, decay, back=back))
+            except Exception as error:  # for whoever waits
+                run.set_exception(error)
+
+        threading.Thread(target=work, args=(self._run,), name="longctx scan", daemon=True).start()
+
+    def wait(self, array: int) -> Tensor:
+        """What came into an array of states, once the direction has ended."""
+        account, started = self.call.account, time.perf_counter()
+        run = self._run.result()
+        account.waited += time.perf_counter() - started
+        for peak in ("peak_bytes", "message_peak_bytes"):
+            setattr(account, peak, max(getattr(account, peak), getattr(run.account, peak)))
+        self._run = Future()  # the last one holds the arrays
+        return _by_heads(run.fields(array)["state"], self.shape)
+
+
+class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, state_HNV: Tensor, decay: Tensor) -> Tensor:
-        ctx.call = call
-        if call.saved is None:
-            run = _states(call, scan.SUMMARY, state_HNV, decay, back=False)
-            entering = _by_heads(run.fields(scan.ENTERING)["state"], like=state_HNV)
-        else:
-            (entering,) = call.saved
-        ctx.save_for_backward(decay, entering)
+    def forward(ctx: Any, runner: _Runner, state_HNV: Tensor, decay: Tensor) -> Tensor:
+        ctx.runner = runner
+        if runner.call.saved is None:
+            runner.start(scan.SUMMARY, state_HNV, back=False)
+        return state_HNV.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        leaving = ctx.runner.wait(scan.LEAVING_GRAD)
+        return None, leaving, _decay_grad(ctx.runner, leaving)
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, runner: _Runner, begun: Tensor) -> Tensor:
+        saved = runner.call.saved
+        entering = runner.wait(scan.ENTERING) if saved is None else saved[0]
+        ctx.runner, runner.entering = runner, entering.detach()
         return entering
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        decay, entering = ctx.saved_tensors
-        turned = decay.mT if decay.shape[-1] > 1 else decay
-        run = _states(ctx.call, scan.GRAD, grads[0], turned, back=True)
-        leaving = _by_heads(run.fields(scan.LEAVING_GRAD)["state"], like=entering)
-        return None, leaving, _decay_grad(ctx.call.program, leaving, entering, decay)
+        (grad,) = grads
+        ctx.runner.start(scan.GRAD, grad, back=True)
+        return None, grad.new_empty(0)
 
 
-def _decay_grad(
-    program: Program, leaving: Tensor, entering: Tensor, decay: Tensor
-) -> Tensor | None:
+def _decay_grad(runner: _Runner, leaving: Tensor) -> Tensor | None:
     """dM: H S^T, of which a diagonal keeps its rows' sums, and one factor for a head their sum."""
-    if not (program.blocks[:, 3] == scan.DECAY).any():
+    entering, decay = runner.entering, runner.decay
+    if not (runner.call.program.blocks[:, 3] == scan.DECAY).any():
         return None  # a document starts or ends on this rank: nothing passes through
     if decay.shape[-1] > 1:
         return leaving @ entering.mT
@@ -133,9 +201,9 @@ def _states(call: Call, own: int, state: Tensor, decay: Tensor, *, back: bool) -
     return call.run(bound, widths=widths, dtype=state.dtype, back=back)
 
 
-def _by_heads(state: Tensor, *, like: Tensor) -> Tensor:
+def _by_heads(state: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`[H, N, V]` of a program's state, whose rows come first."""
-    heads, rows, columns = like.shape
+    heads, rows, columns = shape
     return state.reshape(rows, heads, columns).transpose(0, 1).contiguous()
 
 
