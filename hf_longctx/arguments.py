@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
-from .support import NESTED, SOFTMAX_NAMES, refuse_arguments
+from .support import NESTED, refuse_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,6 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
     "longctx_server_devices": (None, "cpu"),
-    "longctx_scan": ("auto",),
-    "longctx_softmax": ("distca",),
     "longctx_verify": ("off",),
 }
 
@@ -106,10 +104,13 @@ class LongCtxArguments:
         "and ring and charm none.",
     )
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
-        "auto", "Scan of linear-attention states. Only auto is built yet."
+        "auto",
+        "How states of recurrent layers pass from rank to rank (zeco_linear): chain passes one on, "
+        "in pieces; tree takes as many steps as the ranks have binary digits; allgather sends all "
+        "to all. auto: what is predicted to be fastest.",
     )
     longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
-        "distca", "Softmax layers of a hybrid model. Only distca is built yet."
+        "distca", "How softmax layers run across ranks under zeco_linear."
     )
     longctx_verify: Literal["off", "first_step", "always"] = _flag(
         "off", "Check steps against one process while training. Only off is built yet."
@@ -203,6 +204,10 @@ class LongCtxArguments:
         suited = {"distca": "spread", "charm": "zigzag", "ring": "zigzag"}
         return suited.get(name, "contiguous")
 
+    def algorithm(self, name: str) -> str:
+        """Who plans softmax layers under an attention name."""
+        return self.longctx_softmax if name == "zeco_linear" else name
+
     def check_domains(self, name: str) -> None:
         """Refuse flags of nested domains under an attention name whose plans know none.
 
@@ -211,7 +216,7 @@ class LongCtxArguments:
         """
         for flag, default in (("longctx_topology", "auto"), ("longctx_ulysses_size", 1)):
             value = getattr(self, flag)
-            if value != default and name not in NESTED:
+            if value != default and LongCtxArguments.algorithm(self, name) not in NESTED:
                 raise ValueError(
                     f"{flag}={value} under attn_implementation={name!r}: its plans know no "
                     f"domains; leave it at {default}, or use one of {', '.join(NESTED)}"
@@ -225,7 +230,7 @@ class LongCtxArguments:
         """
         if self.longctx_overlap != "heads":
             return "none"
-        if name != "distca":
+        if LongCtxArguments.algorithm(self, name) != "distca":
             raise ValueError(
                 f"longctx_overlap=heads: the exchanges of {name!r} are not cut by heads; use none, "
                 "or attn_implementation='distca'"

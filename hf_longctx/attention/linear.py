@@ -1,8 +1,8 @@
 """Rows of a recurrent layer on this rank -> its convolution and its recurrence, per document.
 
 Floor: attention. Where the first document of a rank comes from ranks before, so do the state that
-enters it and the rows that its convolution reaches back to. Letters: T rows of this rank, H heads, N rows of the state, V its columns, C
-channels, W taps.
+enters it and the rows that its convolution reaches back to. Letters: T rows of this rank, H heads,
+N rows of the state, V its columns, C channels, W taps.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from ..runtime.binding import Runtime
 from ..runtime.scans import Call, exchange_halo, scan_states
 
 
+@torch.autocast("cpu", enabled=False)  # it would multiply states in bf16
 def recurrent(
     step: str,
     batch: LongCtxBatch,

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -47,6 +47,7 @@ class Adapter:
         functions (`Mapping[str, Replacement]`): By their names in the modeling file.
         steps (`tuple[str, ...]`): What one forward must call, in order; see `Running.begin`.
         forward (`Replacement`, *optional*): Stands in for the layer's own forward.
+        carried (`bool`, *optional*): The decoder layer around it hands it no keyword arguments.
     """
 
     models: tuple[str, ...]
@@ -54,6 +55,7 @@ class Adapter:
     steps: tuple[str, ...]
     functions: Mapping[str, Replacement] = field(default_factory=dict)
     forward: Replacement | None = None
+    carried: bool = False
 
     def home(self, module: nn.Module) -> ModuleType | None:
         """The modeling file that defines the module's class, if this adapter is for it."""
@@ -78,11 +80,9 @@ class Adapter:
             if not hasattr(original, "hf_longctx_original"):
                 refuse_unknown(f"{home.__name__}.{name}", original, replacement.parameters)
                 setattr(home, name, _dispatcher(original, replacement.function))
-        if not hasattr(module.forward, "hf_longctx_original"):
-            original = type(module).forward
-            if self.forward is not None:
-                refuse_unknown(type(module).__name__, original, self.forward.parameters)
-            module.forward = MethodType(_forward(original, self), module)
+        if self.forward is not None:
+            refuse_unknown(type(module).__name__, module.forward, self.forward.parameters)
+        wrap_forward(module, partial(_forward, adapter=self))
 
     def account(self, layer: Running, *, recompute: bool) -> None:
         """Check that a forward went through our functions, and count it.
@@ -101,6 +101,32 @@ class Adapter:
         else:
             account.calls += 1
             account.layers.add(("recurrent", getattr(layer.module, "layer_idx", id(layer.module))))
+
+
+def wrap_forward(
+    module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace the forward of one instance; a second time changes nothing.
+
+    Args:
+        module (`nn.Module`): What runs it; nothing of it is saved.
+        wrapper (`Callable`): A function that takes the module first -> another such function.
+
+    Raises:
+        ValueError: where its forward is no method of it.
+    """
+    if hasattr(module.forward, "hf_longctx_original"):
+        return
+    original = getattr(module.forward, "__func__", None)
+    if original is None:
+        raise ValueError(
+            f"forward of {type(module).__name__} was replaced by a "
+            f"{type(module.forward).__name__}, so it cannot keep documents apart; load the model "
+            "without device_map"
+        )
+    forward = wraps(original)(wrapper(original))
+    forward.hf_longctx_original = original  # type: ignore[attr-defined]
+    module.forward = MethodType(forward, module)
 
 
 def refuse_unknown(place: str, original: Any, parameters: str) -> None:
@@ -133,7 +159,6 @@ def _dispatcher(original: Callable[..., Any], ours: Callable[..., Any]) -> Calla
 def _forward(original: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
     """A layer's forward that makes the layer the one under way if it has packed documents."""
 
-    @wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         batch: LongCtxBatch | None = kwargs.get(KEY) or batch_of_block()
         if batch is None:
@@ -147,5 +172,4 @@ def _forward(original: Callable[..., Any], adapter: Adapter) -> Callable[..., An
         adapter.account(layer, recompute=torch._C._current_graph_task_id() != -1)
         return out
 
-    forward.hf_longctx_original = original  # type: ignore[attr-defined]
     return forward

@@ -6,9 +6,8 @@ padded or cached ones) go on as they came.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
-from types import MethodType
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from ..attention.documents import local_documents
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.layout import cut
+from .adapter import wrap_forward
 from .running import running_model
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # its name by version and family
@@ -29,12 +29,11 @@ def open_door(model: nn.Module) -> None:
         model (`nn.Module`): The outermost module that Transformers made. Only this instance
             changes; a second time changes nothing.
     """
-    if hasattr(model.forward, "hf_longctx_original"):
-        return
-    original: Callable[..., Any] = type(model).forward
-    names = tuple(inspect.signature(original).parameters)[1:]
+    names = tuple(inspect.signature(model.forward).parameters)
+    wrap_forward(model, partial(_forward, names=names))
 
-    @wraps(original)
+
+def _forward(original: Callable[..., Any], *, names: Sequence[str]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False), **kwargs)
         batch = batch_in(given)
@@ -43,8 +42,7 @@ def open_door(model: nn.Module) -> None:
                 return original(self, *args, **kwargs)
             return original(self, **_handed_on(batch, given))
 
-    forward.hf_longctx_original = original  # type: ignore[attr-defined]
-    model.forward = MethodType(forward, model)
+    return forward
 
 
 def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
@@ -66,6 +64,12 @@ def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
         if lengths is None:
             return None
         batch = LongCtxBatch(cut(lengths, ranks=1, layout="contiguous"), 0)
+    held, rows = batch.layout.rows(batch.rank), _rows(given).shape[:2].numel()
+    if held != rows:
+        raise ValueError(
+            f"longctx_batch describes {held} tokens of rank {batch.rank}, but the input has "
+            f"{rows}; pass one row of exactly those tokens"
+        )
     padded = _mask(given) is not None
     if padded or given.get("use_cache") or _cached(given) is not None:
         what = "padding in attention_mask" if padded else "a cache"
@@ -108,6 +112,8 @@ def _cached(given: Mapping[str, Any]) -> Any:
 
 def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Tokens of each packed document; `None` where every row is one."""
+    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+        return None  # the model says so itself
     batch, rows = _rows(given).shape[:2]
     found: dict[str, tuple[int, ...]] = {}
     for name, described in _descriptions(given).items():

@@ -43,8 +43,7 @@ ADAPTERS = (
         models=("minimax",),
         layer="LightningAttention",
         forward=Replacement(
-            lightning_forward,
-            "self hidden_states position_embeddings attention_mask cache kwargs",
+            lightning_forward, "hidden_states position_embeddings attention_mask cache kwargs"
         ),
         steps=(LIGHTNING,),
     ),

@@ -3,13 +3,17 @@
 Floor: models.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
 from . import gated_delta, kimi_delta, lightning, short_conv
 from .adapter import Adapter
+from .blocks import carry
 from .door import open_door
 
 ADAPTERS: tuple[Adapter, ...] = (
@@ -45,6 +49,8 @@ def prepare(model: Model) -> Model:
         home = adapter.home(layer)
         assert home is not None
         adapter.adapt(layer, home)
+        if adapter.carried:
+            carry(_block_of(layer, model))
     if layers:
         open_door(_base(model))
     return model
@@ -58,6 +64,22 @@ def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, Adapter]]:
         for adapter in ADAPTERS
         if adapter.home(module) is not None
     ]
+
+
+@contextmanager
+def prepared(model: nn.Module) -> Iterator[None]:
+    """A model prepared for a while; afterwards its forwards are what they were."""
+    before = {m: (type(m), m.__dict__.get("forward")) for m in model.modules()}
+    prepare(model)
+    try:
+        yield
+    finally:
+        for module, (kind, forward) in before.items():
+            module.__class__ = kind
+            if module.__dict__.get("forward") is not forward:
+                del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def _refuse_unknown(model: nn.Module, known: list[nn.Module]) -> None:
@@ -84,6 +106,12 @@ def _refuse_unknown(model: nn.Module, known: list[nn.Module]) -> None:
             f"{name} has recurrent layers ({found}) that hf_longctx does not know; train it one "
             "document at a time, with its own attention"
         )
+
+
+def _block_of(layer: nn.Module, model: nn.Module) -> nn.Module:
+    """The decoder layer around a recurrent layer."""
+    blocks = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    return next(block for block in blocks if any(m is layer for m in block.modules()))
 
 
 def _base(model: Any) -> Any:

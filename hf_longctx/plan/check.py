@@ -223,7 +223,8 @@ def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[Rank]:
             ranks that wait for each other for ever.
     """
     mail = Mail()
-    heads = max(int((p.blocks[:, 6] + p.blocks[:, 7]).max(initial=1)) for p in programs.values())
+    groups = [int((p.blocks[:, 6] + p.blocks[:, 7]).max(initial=1)) for p in programs.values()]
+    heads = max(groups, default=1)
     ranks = [
         Rank(r, p, mail, LayerKind(), heads=heads, kv_heads=heads, backward=backward)
         for r, p in programs.items()

@@ -100,6 +100,7 @@ class Account:
         calls (`int`): Attention calls of a forward.
         recomputed (`int`): Attention calls answered from saved results, under checkpointing.
         recompute_bytes (`int`): Bytes sent during those (0 by design).
+        planned_bytes (`int`): Bytes that programs of scans and halos were to send.
         waited (`float`): Seconds blocked in waits.
         attending (`float`): Seconds in attention kernels, by `clock`.
         peak_bytes (`int`): Largest sum of live transient arrays in one layer.
@@ -113,6 +114,7 @@ class Account:
     calls: int = 0
     recomputed: int = 0
     recompute_bytes: int = 0
+    planned_bytes: int = 0
     waited: float = 0.0
     attending: float = 0.0
     peak_bytes: int = 0

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from ..comm.channels import Channel
 from ..kernels.summary import Summary
 from ..plan import halo, scan
-from ..plan.count import Widths
+from ..plan.count import Widths, sent
 from ..plan.program import Program
 from .executor import Account, Execution, drive
 
@@ -59,6 +59,7 @@ class Call:
         )
         for array, fields in bound.items():
             run.bind(array, **fields)
+        self.account.planned_bytes += sum(sent(self.program, widths, backward=back).values())
         for number in range(len(self.program.backward if back else self.program.forward)):
             drive(run.phase(number), self.account)
         if back and self.forget is not None:
@@ -193,8 +194,15 @@ def _states(call: Call, own: int, state: Tensor, decay: Tensor, *, back: bool) -
     pieces than heads."""
     heads, rows, columns = state.shape
     parts = max(1, int(call.program.head_groups[0]) // heads)
+    size = state.element_size()
     widths = Widths(
-        heads=heads * parts, kv_heads=heads, head_dim=1, value_dim=columns // parts, state=rows
+        heads=heads * parts,
+        kv_heads=heads,
+        head_dim=1,
+        value_dim=columns // parts,
+        state=rows,
+        itemsize=size,
+        wide_itemsize=size,
     )
     by_rows = state.transpose(0, 1).reshape(rows, heads * parts, columns // parts)
     bound = {own: {"state": by_rows}, own + 1: {"decay": decay.transpose(0, 1)}}
@@ -229,4 +237,12 @@ class _Halo(torch.autograd.Function):
 
 
 def _channels(rows_TC: Tensor) -> Widths:
-    return Widths(heads=1, kv_heads=1, head_dim=rows_TC.shape[1], value_dim=1)
+    channels, size = rows_TC.shape[1], rows_TC.element_size()
+    return Widths(
+        heads=1,
+        kv_heads=1,
+        head_dim=channels,
+        value_dim=1,
+        itemsize=size,
+        wide_itemsize=max(4, size),
+    )

@@ -4,18 +4,17 @@ Floor: support. Nothing is ever downgraded in silence.
 """
 
 from .calls import CALL_KEYWORDS, refuse_call
-from .given import refuse_given
-from .heads import HEAD_RULES, Sharing, refuse_heads
-from .overlap import PINGPONG_RULES, refuse_pingpong
-from .probed import PROBE_RULES
 from .families import (
     MIXED_LAYERS,
     RECURRENT_FAMILIES,
     RECURRENT_LAYERS,
     SOFTMAX_LAYERS,
     recurrent_family,
-    refuse_ranks,
 )
+from .given import refuse_given
+from .heads import HEAD_RULES, Sharing, refuse_heads
+from .overlap import PINGPONG_RULES, refuse_pingpong
+from .probed import PROBE_RULES
 from .rules import MODEL_RULES, NAMES, NESTED, SOFTMAX_NAMES, Rule, model_problems, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
@@ -46,7 +45,6 @@ __all__ = [
     "refuse_heads",
     "refuse_model",
     "refuse_pingpong",
-    "refuse_ranks",
     "refuse_wrappers",
     "table",
 ]

@@ -29,24 +29,20 @@ def recurrent_family(config: Any) -> object:
     return f"layer_types {kinds}" if kinds else None
 
 
+def known_recurrent(config: Any) -> object:
+    """What shows recurrent layers of a family that has adapters."""
+    return recurrent_family(config) if _known(config) else None
+
+
 def unknown_recurrent(config: Any) -> object:
-    """What shows recurrent layers of a family that has no adapter."""
-    return None if config.model_type in RECURRENT_FAMILIES else recurrent_family(config)
+    """What shows recurrent layers of a family that has none."""
+    return None if _known(config) else recurrent_family(config)
+
+
+def _known(config: Any) -> bool:
+    return getattr(config, "model_type", None) in RECURRENT_FAMILIES
 
 
 def softmax_alone(config: Any) -> object:
     """The family of a text config without recurrent layers."""
     return None if recurrent_family(config) else f"model_type={config.model_type}"
-
-
-def refuse_ranks(name: str, *, ranks: int) -> None:
-    """Refuse more than one rank under `zeco_linear`.
-
-    Raises:
-        ValueError: with the number of ranks and the remedy.
-    """
-    if name == "zeco_linear" and ranks > 1:
-        raise ValueError(
-            f"attn_implementation='zeco_linear' over {ranks} ranks is not built yet; use one rank "
-            "(--longctx_group_size 1)"
-        )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.prepare import prepared
 from ..support import NAMES, model_problems
 from ..training.probe import probe
 from .shrink import small_model
@@ -94,12 +95,13 @@ def _refused(name: str, error: Exception) -> Row:
 
 @contextmanager
 def _running(model: Any, name: str) -> Iterator[None]:
-    """The model under an attention name; afterwards each of its parts has its own again."""
+    """The model prepared and under an attention name; afterwards it is what it was."""
     configs = [part.config for part in model.modules() if hasattr(part, "config")]
     before = [(config, config._attn_implementation) for config in configs]
     model.set_attn_implementation(name)
     try:
-        yield
+        with prepared(model):
+            yield
     finally:
         for config, own in before:
             config._attn_implementation_internal = own

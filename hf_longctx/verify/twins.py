@@ -2,6 +2,7 @@
 
 Floor: verify. Stock models cannot serve as a float64 reference: norms, routers and softmax ask for
 float32. Both sides therefore run under `KeepFloat64`, and attention is the naive reference.
+Recurrent layers of the reference run the library's own code, which shares nothing with ours.
 """
 
 import json
@@ -163,9 +164,14 @@ def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
         model = auto_class(config).from_config(config, dtype=torch.float32, **options)
         draw_at_unit_gain(model)
     model.config.use_cache = False
+    return convert(model, dtype)
+
+
+def convert(model: Any, dtype: torch.dtype) -> Any:
+    """A model in another dtype, with tables of that precision."""
     model = model.to(dtype)
     for layer in model.modules():
-        if hasattr(layer, "decay_factors"):  # MiniMax: tables of powers, rounded to float32 so far
+        if hasattr(layer, "decay_factors"):  # MiniMax's powers of a decay, rounded to float32
             tables = layer.decay_factors(layer.slope_rate)
             layer.query_decay, layer.key_decay, layer.diagonal_decay = tables
     return model
