@@ -120,6 +120,10 @@ def test_closed_forms() -> None:
     assert zeco.bounds(8, tau=1.0, pieces=16) == {
         "chain": 22 / 16, "allgather": 7.0, GLOO: 7.0, "serial": 7.0, "tree": 3.0
     }  # fmt: skip
+    late = zeco.bounds(8, tau=1.0, pieces=16, saved=0.01)
+    assert late == pytest.approx(
+        {"chain": 1.305, "allgather": 6.99, GLOO: 6.99, "serial": 6.93, "tree": 2.97}
+    )
     assert zeco._modelled(4.0, 1.375) == pytest.approx(8 / 3 + 1.375)
     assert zeco._modelled(4.0, 1.0) == pytest.approx(4.0)
     links = zeco.predicted()
@@ -145,13 +149,13 @@ def test_figures_are_those_of_the_last_rank_at_its_best() -> None:
         )
         for late in (0.0, 0.5)
     ]
-    found = zeco.scans(runs, tau=1.0, pieces=2)
+    found = zeco.scans(runs, dict.fromkeys(took, 1.0))
     assert found["scans"]["chain"] == {"forward_seconds": 2.0, "backward_seconds": 2.0}
     assert found["allscan_speedup_vs_allgather"] == 4.0
     assert found["allscan_fraction_of_bound"] == 0.5
     assert found["gloo_fraction_of_bound"] == 0.1
     assert found["error"]["tree"] == 0.5
-    over = zeco.overheads(runs, tau=1.0, pieces=2, ratios=[3.0])
+    over = zeco.overheads(runs, chain=1.0, tau=1.0, ratios=[3.0])
     assert over["overhead_vs_no_comm"] == {"3": 12 / 9}
     assert over["overhead_by_direction"]["3"]["forward"] == 5 / 3
     assert over["overhead_model"] == {"3": 1.0}

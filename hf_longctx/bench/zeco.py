@@ -7,7 +7,8 @@ all-gather of the delta rule's matrices would send twice as much.
 
 - `chain`: All-Scan in K pieces, at best (P - 2 + K) tau / K; `allgather`: LASP-2, ours, at best
   (P - 1) tau; `gloo`: the same by gloo's all-gather; `serial`: LASP-1, (P - 1) tau; `tree`:
-  ceil(log2 P) tau. `*_fraction_of_bound`: that over what was measured, of the slower direction.
+  ceil(log2 P) tau. `*_fraction_of_bound`: that over what was measured, of the slower direction. An
+  idle link lets a packet pass at once, which is taken off first (`bounds`).
 - `allscan_speedup_vs_allgather`: of the faster all-gather, against the chain.
 - `overhead_vs_no_comm`: a layer with its scan over one without, forward and backward, by how long
   its forward computes over tau. `overhead_model`: what it forms, then the longer of the scan and
@@ -32,11 +33,11 @@ from .scanned import BACKWARD, GLOO, SHARES, Case, Measured, Seconds, Way, time_
 
 logger = logging.getLogger(__name__)
 RANKS = 8
-# Seconds of a state on a link: a piece then takes long against a hop (below), of eight processes on
-# two cores.
-TAU = 0.25
-HOP = 2e-3
-BURST = 16_384  # bytes that an idle link lets pass at once: no more than a piece
+# Seconds of a state on a link. A piece of it then takes 25 ms, long against HOP, the time in which
+# eight processes on two cores take one in, compose it and send it on, and which sets the pieces.
+TAU = 0.8
+HOP = 1e-3
+BURST = 10_000  # bytes that an idle link lets pass at once: the least, a packet
 RATIOS = (0.5, 1.0, 2.0, 4.0)
 # Milliseconds of the collective in the ZeCO paper, H100, state of 32 heads: all-gather, All-Scan.
 PAPER = {8: (0.375, 0.226), 64: (2.543, 0.739), 256: (8.514, 2.165)}
@@ -48,15 +49,15 @@ def run(
     case: Case | None = None,
     tau: float = TAU,
     ratios: Sequence[float] = RATIOS,
-    rounds: int = 3,
+    rounds: int = 2,
 ) -> dict[str, Any]:
     """Run the bench.
 
     Args:
         case (`Case`, *optional*): The state; that of every published figure by default.
-        tau (`float`, *optional*, defaults to 0.25): Seconds of a state on a link.
+        tau (`float`, *optional*, defaults to 0.8): Seconds of a state on a link.
         ratios (`Sequence[float]`, *optional*): Of a layer's computing over tau.
-        rounds (`int`, *optional*, defaults to 3): Of each side; the best one counts.
+        rounds (`int`, *optional*, defaults to 2): Of each side; the best one counts.
 
     Returns:
         Figures by name.
@@ -75,6 +76,7 @@ def run(
     layers = [ratio * tau for ratio in ratios]
     runs = _on_links(RANKS, link, case=case, ways=ways, rounds=rounds, layers=layers)
     counted[RANKS] = runs
+    limits = bounds(RANKS, tau=tau, pieces=pieces, saved=BURST / link.rate)
     clock = "wall seconds until the last rank is done, each direction at its best round"
     return {
         **setting(case, processes=RANKS, allocator=runs[0].allocator, clock=clock),
@@ -84,8 +86,8 @@ def run(
         "tau_seconds": tau,
         "state_bytes": case.sizes.state_bytes,
         "pieces": pieces,
-        **scans(runs, tau=tau, pieces=pieces),
-        **overheads(runs, tau=tau, pieces=pieces, ratios=ratios),
+        **scans(runs, limits),
+        **overheads(runs, chain=limits["chain"], tau=tau, ratios=ratios),
         **_bytes(counted),
         "predicted_here_seconds": {
             name: chosen(case.sizes, ranks=RANKS, link=link, flag=name).seconds
@@ -102,15 +104,22 @@ def _on_links(ranks: int, link: Link, **given: Any) -> list[Measured]:
     return runs
 
 
-def bounds(ranks: int, *, tau: float, pieces: int) -> dict[str, float]:
-    """Seconds of one direction that no run of a schedule on such links can beat."""
-    gathered = (ranks - 1) * tau
+def bounds(ranks: int, *, tau: float, pieces: int, saved: float = 0.0) -> dict[str, float]:
+    """Seconds of one direction that no run of a schedule on such links can beat.
+
+    Args:
+        ranks (`int`): P.
+        tau (`float`): Seconds of a state.
+        pieces (`int`): K.
+        saved (`float`, *optional*, defaults to 0.0): Seconds that an idle link saves at first.
+    """
+    hops, steps = ranks - 1, (ranks - 1).bit_length()
     return {
-        "chain": (ranks - 2 + pieces) * tau / pieces,
-        "allgather": gathered,
-        GLOO: gathered,
-        "serial": gathered,
-        "tree": (ranks - 1).bit_length() * tau,
+        "chain": (hops - 1 + pieces) * tau / pieces - hops * saved,
+        "allgather": hops * tau - saved,
+        GLOO: hops * tau - saved,
+        "serial": hops * (tau - saved),
+        "tree": steps * (tau - saved),
     }
 
 
@@ -121,10 +130,9 @@ def best(rounds: Sequence[Sequence[Seconds]]) -> Seconds:
     return forward, backward
 
 
-def scans(runs: Sequence[Measured], *, tau: float, pieces: int) -> dict[str, Any]:
-    """What the ranks measured of scans alone -> figures."""
+def scans(runs: Sequence[Measured], limits: Mapping[str, float]) -> dict[str, Any]:
+    """What the ranks measured of scans alone, and their bounds -> figures."""
     found = {name: best([run.seconds[name] for run in runs]) for name in runs[0].seconds}
-    limits = bounds(len(runs), tau=tau, pieces=pieces)
     of_bound = {name: limits[name] / max(seconds) for name, seconds in found.items()}
     gather = min((found[name] for name in ("allgather", GLOO)), key=sum)
     over = [slow / fast for slow, fast in zip(gather, found["chain"], strict=True)]
@@ -144,10 +152,9 @@ def scans(runs: Sequence[Measured], *, tau: float, pieces: int) -> dict[str, Any
 
 
 def overheads(
-    runs: Sequence[Measured], *, tau: float, pieces: int, ratios: Sequence[float]
+    runs: Sequence[Measured], *, chain: float, tau: float, ratios: Sequence[float]
 ) -> dict[str, Any]:
     """What they measured of layers -> how much longer these take than without a scan."""
-    chain = bounds(len(runs), tau=tau, pieces=pieces)["chain"]
     found: dict[str, dict[str, float]] = {}
     for number, ratio in enumerate(ratios):
         took = {n: best([run.layers[number][n] for run in runs]) for n in ("scan", "none")}

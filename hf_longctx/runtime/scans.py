@@ -141,6 +141,7 @@ class _Runner:
         account, started = self.call.account, time.perf_counter()
         run = self._run.result()
         account.waited += time.perf_counter() - started
+        account.planned_bytes += run.account.planned_bytes
         for peak in ("peak_bytes", "message_peak_bytes"):
             setattr(account, peak, max(getattr(account, peak), getattr(run.account, peak)))
         self._run = Future()  # the last one holds the arrays
