@@ -116,6 +116,17 @@ def test_two_rows_of_packed_documents():
     torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
 
 
+def test_b13_documents_may_start_at_any_position():
+    rows, starts = IDS[:, :5], torch.tensor([[3, 4, 0, 1, 2]])
+    found = logits(
+        prepare(tiny("zeco_linear", family="qwen3_next")), input_ids=rows, position_ids=starts
+    )
+    stock = tiny(REFERENCE, family="qwen3_next")
+    parts = zip(rows.split([2, 3], 1), starts.split([2, 3], 1), strict=True)
+    right = torch.cat([logits(stock, input_ids=i, position_ids=p) for i, p in parts], 1)
+    torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("axes", [3, 4])
 def test_positions_with_several_axes(family, axes):
@@ -178,8 +189,9 @@ def test_b40_a_saved_model_knows_nothing_of_us(tmp_path):
     )
 
 
-def test_a_copy_of_a_prepared_model_is_its_own():
-    model = prepare(tiny("zeco_linear", family="qwen3_next"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_of_a_prepared_model_is_its_own(family):
+    model = prepare(prepare(tiny("zeco_linear", family=family)))
     twice = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -187,6 +199,8 @@ def test_a_copy_of_a_prepared_model_is_its_own():
     found = logits(twice, input_ids=IDS, position_ids=PACKED)
     assert float(found.abs().max()) > 0.0
     torch.testing.assert_close(found, each_alone(twice), rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match="came with a cache"):
+        model(input_ids=IDS, position_ids=PACKED, use_cache=True)
 
 
 def test_prepared_for_a_while():

@@ -23,7 +23,6 @@ from scan_cases import (
     run_threads_together,
 )
 
-
 SCHEDULES = ("chain", "tree", "allgather")
 # One document over all ranks; cuts inside shards, on edges and a token beside them; short ones.
 DOCUMENTS = ([48], [7, 37, 4], [24, 24], [23, 1, 24], [25, 23], [1, 1, 44, 2], [6] * 8, [3, 2])
@@ -113,8 +112,6 @@ def test_a_chain_sends_and_holds_one_state_whatever_the_ranks(family: str) -> No
     state, halo = 2 * 3 * 4 * 8, 3 * 5 * 8
     assert sent == {2 * (state + halo)}
     assert peaks == {(state, 2 * halo)}  # what has come is taken before anything leaves
-
-
 
 
 @every_family

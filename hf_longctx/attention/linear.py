@@ -46,19 +46,20 @@ def recurrent(
         ValueError: where the kernels are not built for the rows.
     """
     _refuse(q_THN)
-    lengths, given = segment_lengths(batch), {"log_decay": log_decay, "beta": beta}
+    lengths, entering = segment_lengths(batch), None
     rows, (heads, columns) = k_THN.shape[2], v_THV.shape[1:]
     decay = "matrix" if beta is not None else "row" if log_decay.ndim == 3 else "head"
     wide = torch.promote_types(v_THV.dtype, torch.float32)
     program = batch.scan_program(Sizes(State(rows, decay), heads, columns, wide.itemsize))
-    entering = None
     if program is not None:
         last = slice(len(v_THV) - lengths[-1], None)
-        ends = {name: x if x is None else x[last] for name, x in given.items()}
-        summary = summarize(k_THN[last], v_THV[last], **ends)
+        rate = None if beta is None else beta[last]
+        summary = summarize(k_THN[last], v_THV[last], log_decay=log_decay[last], beta=rate)
         fetch = partial(scan_states, summary)
         entering = _from_others(fetch, batch, module, step, program)
-    return linear_attention(q_THN, k_THN, v_THV, lengths=lengths, entering=entering, **given)
+    return linear_attention(
+        q_THN, k_THN, v_THV, log_decay=log_decay, lengths=lengths, beta=beta, entering=entering
+    )
 
 
 def convolve(

@@ -274,9 +274,7 @@ def check(plan: Plan) -> None:
     for backward in (False, True):
         mail = Mail()
         states = [
-            Rank(
-                r, programs[r], mail, plan.kind, heads=heads, kv_heads=kv_heads, backward=backward
-            )
+            Rank(r, programs[r], mail, plan.kind, heads=heads, kv_heads=kv_heads, backward=backward)
             for r in ranks
         ]
         for state in states:

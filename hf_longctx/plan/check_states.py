@@ -87,7 +87,7 @@ def _compare(
     *,
     result: int,
 ) -> None:
-    state = np.uint64(0)
+    state: np.ndarray = np.zeros((), np.uint64)
     for number, rank in enumerate(chain):
         if rank not in ranks:
             raise PlanError(f"rank {rank} shares a document with {list(chain)}, but has no program")
@@ -97,5 +97,3 @@ def _compare(
             raise PlanError(f"rank {rank}: the {name} is not composed of {list(chain[:number])}")
         own, decay = given[rank]
         state = own + decay @ state if number else own
-
-

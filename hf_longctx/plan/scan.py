@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from .layout import Layout
 from .program import Block, Fold, Message, Op, Phases, Post, Program, Wait
 
@@ -185,18 +183,18 @@ class _Way:
         return (first, (*self._passes(0), Wait(1)) if self.after else ())
 
     def allgather(self) -> Phases:
-        """Every (E, M) to every later rank; the first of a chain has nothing for its M to act on."""
+        """Every (E, M) to every later rank; of the first of a chain E alone."""
         pair = self._pair((self.own, self.decay), more=self.through)
         sends = tuple((peer, pair) for peer in self.after)
         recvs: list[Message] = []
         for number, peer in enumerate(self.before):
-            decay = [self._of(_CAME_DECAY, number)] if number else []
-            recvs.append((peer, (self._of(_CAME, number), *decay)))
+            came = [self._of(array, number) for array in (_CAME, _CAME_DECAY)]
+            recvs.append((peer, came[: 1 + (number > 0)]))
         ops: list[Op] = [Post(0, sends, tuple(recvs)), Wait(0)]
         result = self._of(self.result)
         for number in range(len(self.before)):
-            state, decay = self._of(_CAME, number), self._of(_CAME_DECAY, number)
-            parts, how = ((state, decay, result), "affine") if number else ((state,), "cat")
+            came = [self._of(array, number) for array in (_CAME, _CAME_DECAY)]
+            parts, how = ((*came, result), "affine") if number else ((came[0],), "cat")
             ops.append(Fold(result, parts, how))
         return (tuple(ops),)
 
@@ -219,7 +217,7 @@ class _Way:
         ops: list[Op] = []
         behind, ahead = len(self.before), len(self.after)
         steps = max(behind, ahead).bit_length()
-        if ahead and not self.through:  # the first of its chain: its E is all that each of them gets
+        if ahead and not self.through:  # the first of its chain: all get E alone
             own, to = (self._of(self.own),), (2**j - 1 for j in range(ahead.bit_length()))
             ops.append(Post(steps, tuple((self.after[each], own) for each in to), ()))
         mine, known, came = (self.own, self.decay), (self.result, _WINDOW), (_CAME, _CAME_DECAY)

@@ -1,4 +1,4 @@
-"""Scan and halo programs on one layer's tensors -> states and rows of other ranks, differentiable.
+"""Scan and halo programs on a layer's tensors -> what enters from other ranks, differentiable.
 
 Floor: runtime. Backward runs the program's backward. What came in may be `saved`: a recompute under
 activation checkpointing then sends nothing, and only its backward does. A halo is one autograd
