@@ -50,7 +50,8 @@ def recurrent(
         linear_attention, q_THN, k_THN, log_decay=log_decay, lengths=lengths, beta=beta
     )
     decay = "matrix" if beta is not None else "row" if log_decay.ndim == 3 else "head"
-    sizes = Sizes(State(k_THN.shape[2], decay), *v_THV.shape[1:], wide.itemsize)
+    _, heads, columns = v_THV.shape
+    sizes = Sizes(State(k_THN.shape[2], decay), heads, columns, wide.itemsize)
     program = batch.scan_program(sizes)
     if program is None:
         return attend(v_THV)
