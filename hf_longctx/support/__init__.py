@@ -10,7 +10,6 @@ from .families import (
     RECURRENT_LAYERS,
     SOFTMAX_LAYERS,
     recurrent_family,
-    refuse_ranks,
 )
 from .given import refuse_given
 from .heads import HEAD_RULES, Sharing, refuse_heads
@@ -46,7 +45,6 @@ __all__ = [
     "refuse_heads",
     "refuse_model",
     "refuse_pingpong",
-    "refuse_ranks",
     "refuse_wrappers",
     "table",
 ]
