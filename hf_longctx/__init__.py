@@ -1,11 +1,12 @@
 """Exact attention across ranks for long, uneven documents, behind one Transformers flag.
 
-Importing this package registers the attention names `distca`, `charm`, `ring`, `ulysses`; nothing
-else happens.
+Importing this package registers the attention names `distca`, `charm`, `ring`, `ulysses`,
+`zeco_linear`; nothing else happens.
 """
 
 from .arguments import LongCtxArguments, LongCtxTrainingArguments
 from .attention.register import register
+from .models.prepare import prepare
 from .training.trainer import LongCtxTrainer, LongCtxTrainerMixin
 from .verify.check import check
 
@@ -17,5 +18,6 @@ __all__ = [
     "LongCtxTrainerMixin",
     "LongCtxTrainingArguments",
     "check",
+    "prepare",
     "register",
 ]

@@ -22,8 +22,6 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
     "longctx_server_devices": (None, "cpu"),
-    "longctx_scan": ("auto",),
-    "longctx_softmax": ("distca",),
     "longctx_verify": ("off",),
 }
 
@@ -45,7 +43,7 @@ class LongCtxArguments:
     longctx_layout: Literal["auto", "contiguous", "zigzag", "spread"] = _flag(
         "auto",
         "How documents are cut over ranks. auto: spread for distca, zigzag for charm and ring, "
-        "contiguous for ulysses.",
+        "contiguous for ulysses and zeco_linear.",
     )
     longctx_balance: Literal["none", "tokens", "attention"] = _flag(
         "tokens", "How packs are filled: none keeps the order, tokens fits documents best."
@@ -106,10 +104,13 @@ class LongCtxArguments:
         "and ring and charm none.",
     )
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
-        "auto", "Scan of linear-attention states. Only auto is built yet."
+        "auto",
+        "How states of recurrent layers pass from rank to rank (zeco_linear): chain passes one on, "
+        "in pieces; tree takes as many steps as the ranks have binary digits; allgather sends all "
+        "to all. auto: what is predicted to be fastest.",
     )
     longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
-        "distca", "Softmax layers of a hybrid model. Only distca is built yet."
+        "distca", "How softmax layers run across ranks under zeco_linear."
     )
     longctx_verify: Literal["off", "first_step", "always"] = _flag(
         "off", "Check steps against one process while training. Only off is built yet."
@@ -187,11 +188,25 @@ class LongCtxArguments:
                 )
 
     def layout_for(self, name: str) -> str:
-        """The layout under an attention name; `auto` suits its plans."""
+        """The layout under an attention name; `auto` suits its plans.
+
+        Raises:
+            ValueError: under `zeco_linear`, where a rank's states enter the next rank's tokens, for
+                a layout in which those do not follow.
+        """
+        if name == "zeco_linear" and self.longctx_layout not in ("auto", "contiguous"):
+            raise ValueError(
+                f"longctx_layout={self.longctx_layout} under attn_implementation='zeco_linear': "
+                "a recurrent layer goes on from rank to rank; use contiguous, or leave it at auto"
+            )
         if self.longctx_layout != "auto":
             return self.longctx_layout
         suited = {"distca": "spread", "charm": "zigzag", "ring": "zigzag"}
         return suited.get(name, "contiguous")
+
+    def algorithm(self, name: str) -> str:
+        """Who plans softmax layers under an attention name."""
+        return self.longctx_softmax if name == "zeco_linear" else name
 
     def check_domains(self, name: str) -> None:
         """Refuse flags of nested domains under an attention name whose plans know none.
@@ -201,7 +216,7 @@ class LongCtxArguments:
         """
         for flag, default in (("longctx_topology", "auto"), ("longctx_ulysses_size", 1)):
             value = getattr(self, flag)
-            if value != default and name not in NESTED:
+            if value != default and LongCtxArguments.algorithm(self, name) not in NESTED:
                 raise ValueError(
                     f"{flag}={value} under attn_implementation={name!r}: its plans know no "
                     f"domains; leave it at {default}, or use one of {', '.join(NESTED)}"
@@ -215,7 +230,7 @@ class LongCtxArguments:
         """
         if self.longctx_overlap != "heads":
             return "none"
-        if name != "distca":
+        if LongCtxArguments.algorithm(self, name) != "distca":
             raise ValueError(
                 f"longctx_overlap=heads: the exchanges of {name!r} are not cut by heads; use none, "
                 "or attn_implementation='distca'"

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from .support import NAMES, PLANNED_NAMES
+from .support import NAMES
 
 
 def add_check(commands: Any) -> None:
@@ -32,7 +32,7 @@ def add_check(commands: Any) -> None:
     check.add_argument("--model", required=True, help="checkpoint folder or config JSON")
     check.add_argument(
         "--attn_implementation",
-        choices=(*NAMES, *PLANNED_NAMES),
+        choices=NAMES,
         help="only this name (default: all)",
     )
     check.add_argument("--json", metavar="FILE", help="write the rows there as one object")

@@ -19,6 +19,8 @@ VERIFIED = (
     "longctx_overlap",
     "longctx_topology",
     "longctx_ulysses_size",
+    "longctx_softmax",
+    "longctx_scan",
 )
 
 
@@ -43,7 +45,7 @@ def add_verify(commands: Any) -> None:
     )
     verify.add_argument("--model", required=True, help="checkpoint folder or config JSON")
     verify.add_argument(
-        "--attn_implementation", required=True, help="distca, charm, ring or ulysses"
+        "--attn_implementation", required=True, help="distca, charm, ring, ulysses or zeco_linear"
     )
     verify.add_argument("--ranks", type=int, required=True, help="processes to start")
     verify.add_argument(

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from transformers import HfArgumentParser
 
 from .arguments import LongCtxArguments
-from .support import NAMES, PLANNED_NAMES
+from .support import NAMES
 
 NAME = "attn_implementation"
 _EPILOG = """\
@@ -62,9 +62,7 @@ def read(argv: Sequence[str]) -> Command:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        f"--{NAME}", required=True, choices=(*NAMES, *PLANNED_NAMES), help="How attention runs."
-    )
+    parser.add_argument(f"--{NAME}", required=True, choices=NAMES, help="How attention runs.")
     if not argv:
         parser.error("which script? --help says more")
     if argv[0] in ("-h", "--help"):

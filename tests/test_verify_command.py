@@ -16,6 +16,7 @@ from tiny import CONFIGS
 from hf_longctx import cli
 from hf_longctx.comm.processes import RankError
 from hf_longctx.verify import compare
+from hf_longctx.verify.bounds import bounds_of, broken
 from hf_longctx.verify.ranks import Case
 
 ROOT = CONFIGS.parents[1]
@@ -40,36 +41,36 @@ GOOD |= {"bytes_sent": 8, "bytes_planned": 8, "attention_calls": 4}
     ],
 )
 def test_each_bound_is_checked(key, bad):
-    bounds = compare._bounds("float64", plain=NO_ERROR, single=NO_ERROR)
-    assert compare._failed(GOOD, bounds) == []
-    (line,) = compare._failed(GOOD | {key: bad}, bounds)
+    bounds = bounds_of("float64", plain=NO_ERROR, single=NO_ERROR, recurrent=False)
+    assert broken(GOOD, bounds) == []
+    (line,) = broken(GOOD | {key: bad}, bounds)
     assert key in line or key == "attention_calls"
 
 
 def test_bf16_is_measured_by_the_plain_path():
     plain = dict.fromkeys(ERRORS, 0.01)
-    bounds = compare._bounds("bf16", plain=plain, single=NO_ERROR)
+    bounds = bounds_of("bf16", plain=plain, single=NO_ERROR, recurrent=False)
     good = GOOD | {"logit_error": 0.0199, "loss_error": 0.0199, "grad_error": 0.0299}
-    assert compare._failed(good, bounds) == []
+    assert broken(good, bounds) == []
     bad = {key: value * 1.01 for key, value in good.items() if key in plain}
-    assert len(compare._failed(good | bad, bounds)) == 3
+    assert len(broken(good | bad, bounds)) == 3
 
 
 def test_float32_is_measured_by_the_plain_path_where_that_is_beyond_the_fixed_bound():
     single = {"logit_error": 9e-6, "loss_error": 2e-5, "grad_error": 2e-5}
     allowed = {"logit_error": 1e-5, "loss_error": 4e-5, "grad_error": 6e-5}
-    found = compare._bounds("float32", plain=single, single=single)
+    found = bounds_of("float32", plain=single, single=single, recurrent=False)
     for key, bound in allowed.items():
         assert found[key] == found[f"{key}_vs_transformers"] == pytest.approx(bound)
-    in_float64 = compare._bounds("float64", plain=single, single=single)
+    in_float64 = bounds_of("float64", plain=single, single=single, recurrent=False)
     assert in_float64["grad_error"] == 1e-10
     assert in_float64["grad_error_vs_transformers"] == pytest.approx(6e-5)
 
 
 def test_an_infinite_error_fails_even_where_the_plain_path_has_one():
-    broken = dict.fromkeys(ERRORS, float("inf"))
-    bounds = compare._bounds("float32", plain=broken, single=broken)
-    assert len(compare._failed(GOOD | broken, bounds)) == 3
+    infinite = dict.fromkeys(ERRORS, float("inf"))
+    bounds = bounds_of("float32", plain=infinite, single=infinite, recurrent=False)
+    assert len(broken(GOOD | infinite, bounds)) == 3
 
 
 def test_a_large_vocabulary_is_compared_in_some_of_its_logits():
@@ -150,7 +151,8 @@ def test_a_rank_that_stops_ends_with_code_1_and_one_line(monkeypatch, command, c
     [
         (RING, "bloom", "model_type=bloom: this family never calls"),
         (("--attn_implementation", "distac", "--ranks", "2"), "llama", "'distac' is not ours"),
-        (("--attn_implementation", "zeco_linear", "--ranks", "2"), "llama", "is not built yet"),
+        (("--attn_implementation", "zeco_linear", "--ranks", "1"), "llama", "softmax layers alone"),
+        (("--attn_implementation", "zeco_linear", "--ranks", "2"), "lfm2", "over 2 ranks"),
         ((*RING, "--topology", "2x2"), "llama", "longctx_topology=2x2 holds 4 ranks, but 2 share"),
         (("--attn_implementation", "ring", "--ranks", "0"), "llama", "--ranks 0 must be at least"),
         (RING, "/no/such/folder", "no config.json and no folder with one"),

@@ -30,6 +30,7 @@ from hf_longctx.verify.twins import (
     REFERENCE,
     auto_class,
     backward,
+    convert,
     draw_at_unit_gain,
     precision,
     register_reference,
@@ -48,10 +49,11 @@ def tiny(
     given = json.loads((CONFIGS / f"tiny_{family}.json").read_text()) | changes
     config = AutoConfig.for_model(**given)
     auto = auto_class(config)
-    model = auto.from_config(config, attn_implementation=name, dtype=torch.float32)
+    options = {"attn_implementation": name, "experts_implementation": "eager"}
+    model = auto.from_config(config, dtype=torch.float32, **options)
     draw_at_unit_gain(model)
     model.config.use_cache = False
-    return model.to(dtype)
+    return convert(model, dtype)
 
 
 def documents(lengths: Sequence[int], *, seed: int = 0) -> list[Document]:

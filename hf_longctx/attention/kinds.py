@@ -11,24 +11,34 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from ..plan.cost import LayerKind
 from ..plan.count import Widths
-from ..support import NESTED, Sharing, refuse_heads
+from ..support import (
+    MIXED_LAYERS,
+    NESTED,
+    SOFTMAX_LAYERS,
+    Sharing,
+    recurrent_family,
+    refuse_heads,
+)
 
 logger = logging.getLogger(__name__)
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """The kind of each attention layer, in order.
+    """The kind of each softmax layer, in order.
 
     Args:
         config: A Transformers config; its text config is looked at where it has one.
     """
     config = _text(config)
-    widths = [layer_widths(layer, dtype=torch.float32) for layer in layer_configs(config)]
+    configs = layer_configs(config)
+    if not configs:
+        return []
+    widths = [layer_widths(layer, dtype=torch.float32) for layer in configs]
     overlaid = getattr(config, "use_bidirectional_attention", None) is True
     causal = not overlaid and _causal(config)
     further = 0 if causal or overlaid else 1  # see `masks.Bidirectional`
-    windows: list[int | None] = [getattr(config, "sliding_window", None)] * config.num_hidden_layers
-    names = getattr(config, "layer_types", None)
+    windows: list[int | None] = [getattr(config, "sliding_window", None)] * len(configs)
+    names = _softmax_layers(config)
     if names:
         windows = [config.sliding_window if n == "sliding_attention" else 0 for n in names]
     elif not getattr(config, "use_sliding_window", True):
@@ -74,11 +84,19 @@ def refuse_unshared_heads(config: Any, *, name: str, ranks: int, size: int) -> N
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """The config of each attention layer, in order: one and the same but where sizes differ."""
+    """The config of each softmax layer, in order: one and the same but where sizes differ."""
     config = _text(config)
+    if recurrent_family(config) is not None:
+        return [config] * len(_softmax_layers(config))
     if getattr(config, "is_heterogeneous", False):  # Gemma 4: larger heads in its full layers
         return list(config.per_layer_config)
     return [config] * config.num_hidden_layers
+
+
+def _softmax_layers(config: Any) -> list[str]:
+    """What `layer_types` calls each layer that has a softmax part; none where there is no list."""
+    kinds = SOFTMAX_LAYERS | MIXED_LAYERS
+    return [kind for kind in getattr(config, "layer_types", None) or () if kind in kinds]
 
 
 def _causal(config: Any) -> bool:

@@ -13,12 +13,14 @@ from .distca import distca_attention
 from .masks import attention_mask
 from .ring import ring_attention
 from .ulysses import ulysses_attention
+from .zeco_linear import zeco_linear_attention
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "charm": charm_attention,
     "distca": distca_attention,
     "ring": ring_attention,
     "ulysses": ulysses_attention,
+    "zeco_linear": zeco_linear_attention,
 }
 
 
@@ -31,10 +33,10 @@ def register(names: Iterable[str] | None = None) -> None:
         names (`Iterable[str]`, *optional*): Which names; all by default.
 
     Raises:
-        ValueError: on a name that is not ours or not built yet.
+        ValueError: on a name that is not ours.
     """
     for name in FUNCTIONS if names is None else names:
         if name not in FUNCTIONS:
-            raise ValueError(f"{name!r} is not built yet; use one of {sorted(FUNCTIONS)}")
+            raise ValueError(f"{name!r} is not ours; use one of {sorted(FUNCTIONS)}")
         AttentionInterface.register(name, FUNCTIONS[name])
         AttentionMaskInterface.register(name, attention_mask)

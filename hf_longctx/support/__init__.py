@@ -4,11 +4,18 @@ Floor: support. Nothing is ever downgraded in silence.
 """
 
 from .calls import CALL_KEYWORDS, refuse_call
+from .families import (
+    MIXED_LAYERS,
+    RECURRENT_FAMILIES,
+    RECURRENT_LAYERS,
+    SOFTMAX_LAYERS,
+    recurrent_family,
+)
 from .given import refuse_given
 from .heads import HEAD_RULES, Sharing, refuse_heads
 from .overlap import PINGPONG_RULES, refuse_pingpong
 from .probed import PROBE_RULES
-from .rules import MODEL_RULES, NAMES, NESTED, PLANNED_NAMES, Rule, model_problems, refuse_model
+from .rules import MODEL_RULES, NAMES, NESTED, SOFTMAX_NAMES, Rule, model_problems, refuse_model
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
 from .wrappers import WRAPPER_RULES, refuse_wrappers
@@ -17,16 +24,21 @@ __all__ = [
     "ARGUMENT_RULES",
     "CALL_KEYWORDS",
     "HEAD_RULES",
+    "MIXED_LAYERS",
     "MODEL_RULES",
     "NAMES",
     "NESTED",
     "PINGPONG_RULES",
-    "PLANNED_NAMES",
     "PROBE_RULES",
+    "RECURRENT_FAMILIES",
+    "RECURRENT_LAYERS",
+    "SOFTMAX_LAYERS",
+    "SOFTMAX_NAMES",
     "WRAPPER_RULES",
     "Rule",
     "Sharing",
     "model_problems",
+    "recurrent_family",
     "refuse_arguments",
     "refuse_call",
     "refuse_given",

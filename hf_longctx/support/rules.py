@@ -8,22 +8,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-NAMES = ("distca", "charm", "ring", "ulysses")  # attention names that are built
+from .families import (
+    LAYERS_WITHOUT_MIXING,
+    RECURRENT_LAYERS,
+    SOFTMAX_LAYERS,
+    known_recurrent,
+    softmax_alone,
+    unknown_recurrent,
+)
+
+SOFTMAX_NAMES = ("distca", "charm", "ring", "ulysses")
+NAMES = (*SOFTMAX_NAMES, "zeco_linear")
 NESTED = ("charm", "ring", "ulysses")  # those whose plans look at nested domains of ranks
-PLANNED_NAMES = ("zeco_linear",)
 
 _NO_INTERFACE = [
     "bloom", "falcon", "mpt", "gpt_neo", "xglm", "rwkv", "rembert", "big_bird", "roformer",
 ]  # fmt: skip
-_RECURRENT = [
-    "mamba", "mamba2", "falcon_mamba", "xlstm", "rwkv", "qwen3_next", "qwen3_5", "qwen3_5_moe",
-    "kimi_linear", "minimax", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "jamba",
-    "lfm2", "lfm2_moe", "zamba", "zamba2", "recurrent_gemma", "olmo_hybrid",
-]  # fmt: skip
-_RECURRENT_LAYERS = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 _SELECTING = ("index_topk", "index_topk_blocks", "compress_rates", "keep_window_size")
 _CHUNKED_LAYERS = {"chunked_attention"}
-_SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +89,9 @@ def _layer_types(config: Any, known: Callable[[str], bool]) -> object:
     return f"layer_types {kinds}" if kinds else None
 
 
-def _recurrent(config: Any) -> object:
-    found = _model_type(_RECURRENT)(config)
-    return found or _layer_types(config, _RECURRENT_LAYERS.__contains__)
-
-
 def _selected_keys(config: Any) -> object:
     """Layers whose queries see chosen, compressed or pooled keys."""
-    elsewhere = _SOFTMAX_LAYERS | _RECURRENT_LAYERS | _CHUNKED_LAYERS
+    elsewhere = SOFTMAX_LAYERS | RECURRENT_LAYERS | LAYERS_WITHOUT_MIXING | _CHUNKED_LAYERS
     found = _layer_types(config, lambda kind: kind not in elsewhere)
     return found or _field(*_SELECTING)(config)
 
@@ -110,9 +107,23 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "recurrent layers",
-        _recurrent,
+        known_recurrent,
         "linear-attention and state-space layers would leak across documents and restart at ranks",
-        "wait for attn_implementation='zeco_linear' with --longctx_softmax",
+        "use attn_implementation='zeco_linear' (with --longctx_softmax for its softmax layers)",
+        names=SOFTMAX_NAMES,
+    ),
+    Rule(
+        "recurrent layers of other families",
+        unknown_recurrent,
+        "nothing keeps their documents apart",
+        "train one document at a time, with its own attention",
+    ),
+    Rule(
+        "softmax layers alone",
+        softmax_alone,
+        "the name is for recurrent layers, and this model has none",
+        "use distca or charm",
+        names=("zeco_linear",),
     ),
     Rule(
         "RoPE longrope or dynamic",
@@ -186,15 +197,16 @@ def refuse(rules: Iterable[Rule], subject: Any) -> None:
         raise ValueError("; ".join(problems))
 
 
-def model_problems(config: Any) -> list[tuple[Rule, object]]:
-    """The rules that refuse a model, each with the value that it refuses.
+def model_problems(config: Any, *, name: str) -> list[tuple[Rule, object]]:
+    """The rules that refuse a model under a name, each with the value that it refuses.
 
     Args:
         config: A Transformers config; its text config is looked at where it has one.
+        name (`str`): The attention name.
     """
     get_text = getattr(config, "get_text_config", None)
     text = get_text(decoder=True) if get_text else config
-    found = ((rule, rule.found(text)) for rule in MODEL_RULES)
+    found = ((rule, rule.found(text)) for rule in MODEL_RULES if name in rule.names)
     return [(rule, value) for rule, value in found if value is not None]
 
 
@@ -208,10 +220,8 @@ def refuse_model(config: Any, *, name: str) -> None:
     Raises:
         ValueError: with every rule that applies.
     """
-    problems = [rule.message(value) for rule, value in model_problems(config)]
-    if name in PLANNED_NAMES:
-        problems.insert(0, f"attn_implementation={name!r} is not built yet; use one of {NAMES}")
-    elif name not in NAMES:
+    problems = [rule.message(value) for rule, value in model_problems(config, name=name)]
+    if name not in NAMES:
         problems.insert(0, f"attn_implementation={name!r} is not ours; use one of {NAMES}")
     if problems:
         raise ValueError(f"{name} cannot run this model exactly: " + " | ".join(problems))

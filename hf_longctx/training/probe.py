@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..attention.kinds import layer_configs
 from ..data.batch import KEY, LongCtxBatch
 from ..data.targets import IGNORE
+from ..models.prepare import recurrent_layers
 from ..plan.layout import cut
 from ..runtime.binding import Runtime
 from ..support.probed import (
@@ -81,7 +83,7 @@ def _probe(model: Any, of: str, name: str) -> None:
     model.train()  # attention dropout shows here alone; the other comparisons are without
     output = model(**second)
     model.eval()
-    layers, account = config.num_hidden_layers, second[KEY].runtime.account
+    layers, account = _calls(model), second[KEY].runtime.account
     calls = f"{of} has {layers} layers but called {name} {account.calls} times for its documents"
     if account.calls > len(account.layers):
         raise ValueError(REPEATED.message(calls))
@@ -104,6 +106,8 @@ def _probe(model: Any, of: str, name: str) -> None:
         logits = f"{of}'s logits move by {moved:.1g} of the largest with the documents beside"
         raise ValueError(NEIGHBOURS.message(logits))
 
+    if name not in IGNORES_POSITIONS.names:
+        return
     bounds = torch.tensor([0, 3, 5], dtype=torch.int32, device=document.device)
     apart = {**first, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     del apart[KEY]  # it would refuse positions that are not its own
@@ -113,6 +117,11 @@ def _probe(model: Any, of: str, name: str) -> None:
     del apart["position_ids"]
     if _difference(model(**apart).logits[0, : len(document)], here):
         raise ValueError(OTHER_POSITIONS.message(f"{of} without position_ids gives other logits"))
+
+
+def _calls(model: Any) -> int:
+    """How often one forward must reach our functions: in every softmax and recurrent layer."""
+    return len(layer_configs(model.config)) + len(recurrent_layers(model))
 
 
 def _difference(logits: Tensor, right: Tensor) -> float:

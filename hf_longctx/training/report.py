@@ -79,15 +79,17 @@ class StepReport:
     def logs(self) -> dict[str, float]:
         """Log entries: tokens, fill, attention max/mean before and after balancing; with extra
         servers how many there are, and the share of attention work that they did."""
+        mean = self.mean or 1.0  # no softmax layers: nothing to balance
+        before, after = (self.busiest_before, self.busiest_after) if self.mean else (1.0, 1.0)
         with_servers = {
             "longctx_servers": self.servers,
-            "longctx_server_tasks": round(self.served / self.mean, 4),
+            "longctx_server_tasks": round(self.served / mean, 4),
         }
         return {
             "longctx_tokens": self.tokens,
             "longctx_fill": round(self.tokens / self.budget, 4) if self.budget else 0.0,
-            "longctx_attention_before": round(self.busiest_before / self.mean, 4),
-            "longctx_attention_after": round(self.busiest_after / self.mean, 4),
+            "longctx_attention_before": round(before / mean, 4),
+            "longctx_attention_after": round(after / mean, 4),
             **(with_servers if self.servers else {}),
         }
 

@@ -53,18 +53,19 @@ class StepsMixin(_Base):
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
         batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
         batch.speeds, batch.auto = speeds, self.longctx_auto
+        batch.softmax, batch.scan = self.args.longctx_softmax, self.args.longctx_scan
         if speeds and self.args.longctx_server_memory is not None:
             configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
             widths = (layer_widths(config, dtype=dtype) for config in configs)
             limit_memory(
                 batch,
-                algorithm=self.longctx_attention,
+                algorithm=self.longctx_algorithm,
                 layers=list(zip(layer_kinds(self.model.config), widths, strict=True)),
                 limit=self.args.longctx_server_memory,
             )
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
-            digest = batch.digest(self.longctx_attention, kinds)
+            digest = batch.digest(self.longctx_algorithm, kinds)
             self.longctx_runtime.channel.agree(digest, what="the plan of a batch")
             if self.args.process_index == 0:
                 self._chosen = say_choices(batch, before=self._chosen)
@@ -76,7 +77,7 @@ class StepsMixin(_Base):
         """One micro-batch, with this process's channel bound to it."""
         batch = self._bind(inputs, speeds=self.longctx_servers.speeds)
         kinds = layer_kinds(self.model.config)
-        self._report.add(batch, algorithm=self.longctx_attention, kinds=kinds)
+        self._report.add(batch, algorithm=self.longctx_algorithm, kinds=kinds)
         if self.args.longctx_overlap == "pingpong" and self.args.process_index == 0:
             say_whole(batch)
         self._watched = watched = WatchedStep.begin(self, inputs)

@@ -19,6 +19,7 @@ from ..comm.topology import Topology, find_topology, given_levels, refuse_domain
 from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
+from ..models.prepare import prepare
 from ..plan.auto import Auto
 from ..plan.levels import Levels
 from ..support import (
@@ -119,6 +120,11 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         """The model's attention name."""
         return str(self.model.config._attn_implementation)
 
+    @property
+    def longctx_algorithm(self) -> str:
+        """Who plans the model's softmax layers."""
+        return LongCtxArguments.algorithm(self.args, self.longctx_attention)
+
     def _longctx_arguments(self) -> None:
         """Check that the training arguments have the `longctx_*` fields."""
         if not hasattr(self.args, "longctx_max_tokens_per_rank"):
@@ -131,9 +137,10 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
     def _adopt(self) -> None:
         """Refuse or accept the model under its name; keep the name for a resume."""
         refuse_model(self.model.config, name=self.longctx_attention)
+        prepare(self.model)
         refuse_unshared_heads(
             self.model.config,
-            name=self.longctx_attention,
+            name=self.longctx_algorithm,
             ranks=self.longctx_group.size,
             size=self.args.longctx_ulysses_size,
         )
@@ -203,7 +210,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
 
     def _find_levels(self) -> Levels | None:
         """The nested domains of the group's ranks, under a name that looks at them; found once."""
-        if self.longctx_topology is None and self.longctx_attention in NESTED:
+        if self.longctx_topology is None and self.longctx_algorithm in NESTED:
             before, channel = self._exchanged(), self.longctx_runtime.channel
             self.longctx_topology = find_topology(
                 self.args.longctx_topology,
@@ -215,7 +222,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             if isinstance(channel, GlooChannel):
                 channels, device = self.longctx_topology.levels.channels, self.accelerator.device
                 widen(channel, self.longctx_group, channels=channels, device=device)
-            if self.longctx_attention == "charm" and self.args.longctx_topology == "auto":
+            if self.longctx_algorithm == "charm" and self.args.longctx_topology == "auto":
                 self.longctx_auto = find_auto(
                     self.longctx_topology, channel, model=self.model, arguments=self.args
                 )

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..support import NAMES, PLANNED_NAMES, model_problems
+from ..models.prepare import prepared
+from ..support import NAMES, model_problems
 from ..training.probe import probe
 from .shrink import small_model
 
@@ -41,25 +42,28 @@ def check(model: Any) -> list[Row]:
             a config. For the last two a small instance of the family is probed; see `small_model`.
 
     Returns:
-        A row for every name, built or planned. Nothing is raised: what goes wrong stands in `rule`.
+        A row for every name. Nothing is raised: what goes wrong stands in `rule`.
     """
-    remedy = f"use one of {', '.join(NAMES)}"
-    planned = [Row(name, False, "not built yet", remedy) for name in PLANNED_NAMES]
-    return [*_built(model), *planned]
-
-
-def _built(model: Any) -> list[Row]:
-    """Rows of the names that are built."""
+    rows = [_by_rules(name, model) for name in NAMES]
+    if all(rows):
+        return [row for row in rows if row]
     try:
-        problems = model_problems(getattr(model, "config", model))
-        if problems:
-            rules = " | ".join(f"{rule.feature}: {value}: {rule.rule}" for rule, value in problems)
-            remedies = " | ".join(rule.remedy for rule, _ in problems)
-            return [Row(name, False, rules, remedies) for name in NAMES]
         subject = _subject(model)
     except Exception as error:
-        return [_refused(name, error) for name in NAMES]
-    return [_probed(name, subject) for name in NAMES]
+        return [row or _refused(name, error) for name, row in zip(NAMES, rows, strict=True)]
+    return [row or _probed(name, subject) for name, row in zip(NAMES, rows, strict=True)]
+
+
+def _by_rules(name: str, model: Any) -> Row | None:
+    """A refusal by the model's config, if one applies."""
+    try:
+        problems = model_problems(getattr(model, "config", model), name=name)
+    except Exception as error:
+        return _refused(name, error)
+    if not problems:
+        return None
+    rules = " | ".join(f"{rule.feature}: {value}: {rule.rule}" for rule, value in problems)
+    return Row(name, False, rules, " | ".join(rule.remedy for rule, _ in problems))
 
 
 def _subject(model: Any) -> Any:
@@ -91,12 +95,13 @@ def _refused(name: str, error: Exception) -> Row:
 
 @contextmanager
 def _running(model: Any, name: str) -> Iterator[None]:
-    """The model under an attention name; afterwards each of its parts has its own again."""
+    """The model prepared and under an attention name; afterwards it is what it was."""
     configs = [part.config for part in model.modules() if hasattr(part, "config")]
     before = [(config, config._attn_implementation) for config in configs]
     model.set_attn_implementation(name)
     try:
-        yield
+        with prepared(model):
+            yield
     finally:
         for config, own in before:
             config._attn_implementation_internal = own

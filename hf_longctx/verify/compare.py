@@ -1,13 +1,14 @@
 """Rank results and one-process references -> the errors and counts that `hf-longctx verify` prints.
 
 Floor: verify. Two references run every document alone: the naive float64 twin, and stock
-Transformers in float32. Bounds: 1e-10 against the twin in float64; in bf16 twice (gradients three
-times) the error of the plain bf16 path; in float32, and against Transformers, 1e-5 or, where the
-plain float32 path itself is further than that from the twin, twice (three times) its error.
+Transformers in float32. Bounds: 1e-10 (with recurrent layers 1e-9) against the twin in float64; in
+bf16 twice (gradients three times) the error of the plain bf16 path; in float32, and against
+Transformers, 1e-5 (recurrent gradients 1e-4) or, where the plain float32 path itself is further
+than that from the twin, twice (three times) its error.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,8 @@ from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.processes import RankPool
 from ..comm.topology import given_levels
 from ..plan.levels import Levels
-from ..support import refuse_model, refuse_pingpong
+from ..support import recurrent_family, refuse_model, refuse_pingpong
+from .bounds import bounds_of, broken
 from .ranks import Case, RankResult, run_rank
 from .twins import (
     DTYPES,
@@ -34,7 +36,6 @@ from .twins import (
 )
 
 logger = logging.getLogger(__name__)
-BF16_UNIT = 2**-9  # rounding of bf16: plain errors below it are luck (a mean's, mostly)
 ROWS = 320  # tokens per rank: long enough for the planner to move 128-row pieces
 
 
@@ -175,7 +176,7 @@ def verify(
     refuse_model(config, name=name)
     arguments.check_domains(name)
     size = arguments.longctx_ulysses_size
-    refuse_unshared_heads(config, name=name, ranks=ranks, size=size)
+    refuse_unshared_heads(config, name=arguments.algorithm(name), ranks=ranks, size=size)
     if arguments.longctx_overlap == "pingpong":
         refuse_pingpong(name)
     case = Case(
@@ -191,6 +192,8 @@ def verify(
         servers=servers,
         topology=given_levels(arguments.longctx_topology, ranks=ranks, ulysses_size=size),
         ulysses_size=size,
+        softmax=arguments.longctx_softmax,
+        scan=arguments.longctx_scan,
     )
     say_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
@@ -217,7 +220,8 @@ def verify(
     finally:
         if pool is None:
             own.close()
-    bounds = _bounds(dtype, plain=plain, single=single)
+    recurrent = recurrent_family(config.get_text_config(decoder=True)) is not None
+    bounds = bounds_of(dtype, plain=plain, single=single, recurrent=recurrent)
     return {
         "model": model,
         "attn_implementation": name,
@@ -231,7 +235,7 @@ def verify(
         "logit_columns": len(case.columns),
         "set_to_0": dropout_fields(config),
         "bounds": bounds,
-        "failed": _failed(report, bounds),
+        "failed": broken(report, bounds),
     }
 
 
@@ -258,41 +262,3 @@ def _report(
         "servers": case.servers,
         "tasks_on_servers": sum(r.tasks_on_servers for r in results),
     }
-
-
-def _bounds(
-    dtype: str, *, plain: Mapping[str, float], single: Mapping[str, float]
-) -> dict[str, float]:
-    """What each error may be.
-
-    Args:
-        dtype (`str`): Of the comparison with the twin.
-        plain (`Mapping[str, float]`): Errors of the plain path in `dtype`, against the twin.
-        single (`Mapping[str, float]`): Those of the plain path in float32.
-    """
-    bounds: dict[str, float] = {}
-    for key in plain:
-        factor = 3 if key == "grad_error" else 2
-        in_float32 = 1e-5 if single[key] <= 1e-5 else factor * single[key]
-        in_bf16 = factor * max(plain[key], BF16_UNIT)
-        bounds[key] = {"float64": 1e-10, "float32": in_float32, "bf16": in_bf16}[dtype]
-        bounds[f"{key}_vs_transformers"] = in_float32
-    return bounds | {"leak": 0.0, "recompute_bytes": 0.0}
-
-
-def _failed(report: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]:
-    """The bounds that a report breaks, in words."""
-    broken = [
-        f"{key} {report[key]:.3g} is above {bound:.3g}"
-        for key, bound in bounds.items()
-        if not report[key] <= bound or report[key] == np.inf  # the plain path may be infinite too
-    ]
-    if report["bytes_sent"] != report["bytes_planned"]:
-        broken.append(
-            f"bytes_sent {report['bytes_sent']} differ from bytes_planned {report['bytes_planned']}"
-        )
-    if report.get("servers") and not report["tasks_on_servers"]:
-        broken.append("no task ran on a server: give longer --document_lengths")
-    if not report["attention_calls"]:
-        broken.append("the model never called the attention hook")
-    return broken

@@ -20,6 +20,7 @@ import hf_longctx.attention.register as registry
 from ..attention.kinds import layer_configs, layer_kinds, layer_widths
 from ..comm.processes import RankContext
 from ..data.batch import KEY, LongCtxBatch, halved
+from ..models.prepare import prepare
 from ..plan.count import sent_in_layer
 from ..plan.halves import Halves, halve
 from ..plan.layout import Layout, cut
@@ -50,6 +51,8 @@ class Case:
         servers (`int`): Extra attention servers beside the ranks.
         topology (`Levels`, *optional*): Nested domains of the ranks.
         ulysses_size (`int`): Of the plan.
+        softmax (`str`): Who plans softmax layers under `zeco_linear`.
+        scan (`str`): Schedule of the scans of recurrent layers.
     """
 
     model: str
@@ -65,6 +68,8 @@ class Case:
     servers: int = 0
     topology: Levels | None = None
     ulysses_size: int = 1
+    softmax: str = "distca"
+    scan: str = "auto"
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
         """How a batch is cut over the ranks, and its halves, where it has any."""
@@ -129,6 +134,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
     registry.register()
     dtype = DTYPES[case.dtype]
     model = build(case.model, name=case.name, dtype=dtype)
+    prepare(model)
     model.train()
     if case.checkpointing != "none":
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -156,9 +162,10 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.bytes_planned = sum(
             _planned(part, model, dtype, process=context.rank) for part in parts
         )
+        result.bytes_planned += runtime.account.planned_bytes
         assert all(not part.saved.results for part in parts), "saved attention was not dropped"
         plans = [plan for part in parts for plan in part._plans.values()]
-        result.head_groups = max(len(plan.groups) for plan in plans)
+        result.head_groups = max((len(plan.groups) for plan in plans), default=0)
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             grad = grad.to(torch.promote_types(dtype, torch.float32), copy=True)
@@ -211,6 +218,8 @@ def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> d
         overlap=case.overlap,
         topology=case.topology,
         ulysses_size=case.ulysses_size,
+        softmax=case.softmax,
+        scan=case.scan,
     )
     if halves:
         batch.halves = halved(halves, context.rank, tolerance=case.tolerance)

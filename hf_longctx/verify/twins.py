@@ -2,9 +2,11 @@
 
 Floor: verify. Stock models cannot serve as a float64 reference: norms, routers and softmax ask for
 float32. Both sides therefore run under `KeepFloat64`, and attention is the naive reference.
+Recurrent layers of the reference run the library's own code, which shares nothing with ours.
 """
 
 import json
+import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -162,7 +164,17 @@ def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
         model = auto_class(config).from_config(config, dtype=torch.float32, **options)
         draw_at_unit_gain(model)
     model.config.use_cache = False
-    return model.to(dtype)
+    return convert(model, dtype)
+
+
+def convert(model: Any, dtype: torch.dtype) -> Any:
+    """A model in another dtype, with tables of that precision."""
+    model = model.to(dtype)
+    for layer in model.modules():
+        if hasattr(layer, "decay_factors"):  # MiniMax's powers of a decay, rounded to float32
+            tables = layer.decay_factors(layer.slope_rate)
+            layer.query_decay, layer.key_decay, layer.diagonal_decay = tables
+    return model
 
 
 def draw_at_unit_gain(model: nn.Module, seed: int = 0) -> None:
@@ -172,7 +184,9 @@ def draw_at_unit_gain(model: nn.Module, seed: int = 0) -> None:
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
-            if parameter.dim() < 2:
+            if name.endswith("A_log"):  # decays of the usual size forget within a few tokens
+                parameter.copy_(math.log(0.05) + 0.1 * noise)
+            elif parameter.dim() < 2:
                 centre = 1.0 if name.endswith("weight") else 0.0
                 parameter.copy_(centre + 0.1 * noise)
             elif "embed" in name:

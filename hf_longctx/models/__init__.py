@@ -1,0 +1,1 @@
+"""Recurrent layers of Transformers models -> layers that keep packed documents apart."""

@@ -1,0 +1,41 @@
+"""Decoder layers that hand no keyword arguments to their recurrent layer -> layers that carry the
+batch there.
+
+Floor: models. The batch comes from the model's forward under way; activation checkpointing keeps it
+among the layer's arguments, so that a recompute sees the batch of its own forward.
+"""
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from ..data.batch import KEY
+from .running import batch_of_model, running_block
+
+
+def carry(block: nn.Module) -> None:
+    """Have one decoder layer carry the batch; a second time changes nothing.
+
+    Args:
+        block (`nn.Module`): Its class becomes one derived from it, of the same name.
+    """
+    kind: Any = type(block)
+    if not hasattr(kind, "hf_longctx_carries"):
+        block.__class__ = _carrying(kind)
+
+
+@cache
+def _carrying(kind: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(KEY) is None:
+            kwargs[KEY] = batch_of_model()
+        return super(derived, self).__call__(*args, **kwargs)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with running_block(kwargs.pop(KEY)):
+            return super(derived, self).forward(*args, **kwargs)
+
+    members = {"__call__": __call__, "forward": forward, "__module__": kind.__module__}
+    derived: Any = type(kind.__name__, (kind,), members | {"hf_longctx_carries": True})
+    return derived

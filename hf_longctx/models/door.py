@@ -1,0 +1,172 @@
+"""A model's keyword arguments -> the packed documents that they describe, as one batch object.
+
+Floor: models. Boundaries come from `longctx_batch`, else `cu_seq_lens_q`, else `position_ids`, else
+`seq_idx`; convolutions, scans and softmax layers share them. Calls without packed documents (also
+padded or cached ones) go on as they came.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.documents import local_documents
+from ..data.batch import KEY, LongCtxBatch
+from ..plan.layout import cut
+from .adapter import wrap_forward
+from .running import running_model
+
+_CACHES = ("cache", "past_key_values", "cache_params")  # its name by version and family
+
+
+def open_door(model: nn.Module) -> None:
+    """Have a model's forward find out about packed documents, for all layers in it.
+
+    Args:
+        model (`nn.Module`): The outermost module that Transformers made. Only this instance
+            changes; a second time changes nothing.
+    """
+    names = tuple(inspect.signature(model.forward).parameters)
+    wrap_forward(model, partial(_forward, names=names))
+
+
+def _forward(original: Callable[..., Any], *, names: Sequence[str]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False), **kwargs)
+        batch = batch_in(given)
+        with running_model(batch):
+            if batch is None:
+                return original(self, *args, **kwargs)
+            return original(self, **_handed_on(batch, given))
+
+    return forward
+
+
+def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
+    """The batch object in a forward's arguments, or one of the documents that they describe.
+
+    Args:
+        given (`Mapping`): The arguments by name.
+
+    Returns:
+        `None` where every row is one document, padded or not, or goes on from a cache.
+
+    Raises:
+        ValueError: where packed documents come with padding or a cache, or boundaries do not fit
+            the rows.
+    """
+    batch: LongCtxBatch | None = given.get(KEY)
+    if batch is None:
+        lengths = _documents(given)
+        if lengths is None:
+            return None
+        batch = LongCtxBatch(cut(lengths, ranks=1, layout="contiguous"), 0)
+    held, rows = batch.layout.rows(batch.rank), _rows(given).shape[:2].numel()
+    if held != rows:
+        raise ValueError(
+            f"longctx_batch describes {held} tokens of rank {batch.rank}, but the input has "
+            f"{rows}; pass one row of exactly those tokens"
+        )
+    padded = _mask(given) is not None
+    if padded or given.get("use_cache") or _cached(given) is not None:
+        what = "padding in attention_mask" if padded else "a cache"
+        raise ValueError(
+            f"packed documents came with {what}, which knows nothing of their boundaries; leave "
+            "out attention_mask and the padding, and set use_cache=False"
+        )
+    return batch
+
+
+def _handed_on(batch: LongCtxBatch, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with the batch, and with positions for softmax layers that look at no more."""
+    batch.prepared = True
+    changed = {**given, KEY: batch, "use_cache": False}
+    changed.pop("attention_mask", None)  # all ones, which would hide boundaries in position_ids
+    positions = given.get("position_ids")
+    if positions is None:
+        own = torch.from_numpy(batch.layout.positions(batch.rank)).to(_rows(given).device)
+        changed["position_ids"] = own.view(_rows(given).shape[:2])
+    elif positions.dim() == 3 and len(positions) == 3 and _text(positions) is not None:
+        changed["position_ids"] = positions[:1].expand(4, -1, -1)  # a row of text before the others
+    return changed
+
+
+def _rows(given: Mapping[str, Any]) -> Tensor:
+    ids = given.get("input_ids")
+    rows: Tensor = given["inputs_embeds"] if ids is None else ids
+    return rows
+
+
+def _mask(given: Mapping[str, Any]) -> Tensor | None:
+    """The attention mask, if it hides anything."""
+    mask = given.get("attention_mask")
+    return mask if isinstance(mask, Tensor) and not bool(mask.all()) else None
+
+
+def _cached(given: Mapping[str, Any]) -> Any:
+    return next((given[name] for name in _CACHES if given.get(name) is not None), None)
+
+
+def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Tokens of each packed document; `None` where every row is one."""
+    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+        return None  # the model says so itself
+    batch, rows = _rows(given).shape[:2]
+    found: dict[str, tuple[int, ...]] = {}
+    for name, described in _descriptions(given).items():
+        found[name] = local_documents(batch=batch, rows=rows, **described)
+    if len({*found.values()}) > 1:
+        raise ValueError(
+            f"{' and '.join(found)} describe different documents; give hf_longctx one of them, or "
+            "the same boundaries in all"
+        )
+    lengths = next(iter(found.values()), None)
+    return None if lengths == (rows,) * batch else lengths
+
+
+def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What tells documents apart: argument -> how `local_documents` takes it."""
+    found: dict[str, dict[str, Any]] = {}
+    if given.get("cu_seq_lens_q") is not None:
+        bounds = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+        found["cu_seq_lens_q"] = {"position_ids": None, **bounds}
+    positions = _text(given.get("position_ids"))
+    if _cached(given) is not None or isinstance(given.get("attention_mask"), dict):
+        positions = None  # of tokens that go on from a cache, or of a prompt that fills one
+    elif positions is not None and (mask := _mask(given)) is not None:
+        positions = _without_padding(positions, mask)
+    if positions is not None:
+        found["position_ids"] = {"position_ids": positions}
+    if given.get("seq_idx") is not None:
+        found["seq_idx"] = {"position_ids": _since(given["seq_idx"])}
+    return found
+
+
+def _text(positions: Tensor | None) -> Tensor | None:
+    """The row of text positions, `[batch, rows]`; none where several rows differ and none is it."""
+    if positions is None or positions.dim() == 2:
+        return positions
+    if len(positions) == 4 or bool((positions == positions[0]).all()):
+        text: Tensor = positions[0]
+        return text
+    return None
+
+
+def _without_padding(positions: Tensor, mask: Tensor) -> Tensor | None:
+    """Positions as they are where two real tokens of a row do not follow each other, else none."""
+    if mask.dim() != 2 or mask.shape[-1] != positions.shape[-1]:
+        return None
+    real = mask.bool()
+    jumps = positions[:, 1:] - positions[:, :-1] != 1
+    return positions if bool((jumps & real[:, 1:] & real[:, :-1]).any()) else None
+
+
+def _since(index: Tensor) -> Tensor:
+    """Document numbers `[batch, rows]` -> how many tokens of the same one lie before each."""
+    place = torch.arange(index.shape[1], device=index.device).expand(index.shape)
+    starts = torch.ones_like(index, dtype=torch.bool)
+    starts[:, 1:] = index[:, 1:] != index[:, :-1]
+    return place - torch.where(starts, place, 0).cummax(1).values

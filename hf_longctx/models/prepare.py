@@ -1,0 +1,124 @@
+"""A Transformers model -> the same model, whose recurrent layers keep packed documents apart.
+
+Floor: models.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..support import RECURRENT_LAYERS, recurrent_family
+from . import gated_delta, kimi_delta, lightning, short_conv
+from .adapter import Adapter
+from .blocks import carry
+from .door import open_door
+
+ADAPTERS: tuple[Adapter, ...] = (
+    *gated_delta.ADAPTERS,
+    *kimi_delta.ADAPTERS,
+    *lightning.ADAPTERS,
+    *short_conv.ADAPTERS,
+)
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def prepare(model: Model) -> Model:
+    """Adapt a model's recurrent layers, so that packed documents do not leak into each other.
+
+    Documents are read from `cu_seq_lens_q`, packed `position_ids` or `seq_idx`, whatever attention
+    name the model has. Calls without packed documents, also padded and cached ones, run the code of
+    Transformers as before. Nothing of it is saved with a checkpoint.
+
+    Args:
+        model (`nn.Module`): A Transformers model, with PEFT adapters or without. It is changed in
+            place; a second time changes nothing, nor does a model without recurrent layers.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: naming the class of a recurrent layer that is not known, or of a function of
+            Transformers that takes other arguments than the version that is known.
+    """
+    layers = recurrent_layers(model)
+    _refuse_unknown(model, [layer for layer, _ in layers])
+    for layer, adapter in layers:
+        home = adapter.home(layer)
+        assert home is not None
+        adapter.adapt(layer, home)
+        if adapter.carried:
+            carry(_block_of(layer, model))
+    if layers:
+        open_door(_base(model))
+    return model
+
+
+def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, Adapter]]:
+    """The recurrent layers in a model that can be adapted, in order, each with its adapter."""
+    return [
+        (module, adapter)
+        for module in model.modules()
+        for adapter in ADAPTERS
+        if adapter.home(module) is not None
+    ]
+
+
+@contextmanager
+def prepared(model: nn.Module) -> Iterator[None]:
+    """A model prepared for a while; afterwards its forwards are what they were."""
+    before = {m: (type(m), m.__dict__.get("forward")) for m in model.modules()}
+    prepare(model)
+    try:
+        yield
+    finally:
+        for module, (kind, forward) in before.items():
+            module.__class__ = kind
+            if module.__dict__.get("forward") is not forward:
+                del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def _refuse_unknown(model: nn.Module, known: list[nn.Module]) -> None:
+    """Refuse decoder layers that the config calls recurrent and in which no layer was known.
+
+    Raises:
+        ValueError: naming the class and what the config says of it.
+    """
+    base, ids = _base(model), {id(layer) for layer in known}
+    config = base.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ()
+    lists = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == len(kinds))
+    blocks = max(lists, key=lambda blocks: _holds(blocks, ids), default=())  # not those of vision
+    unknown = {
+        type(block).__name__: f"layer_types {kind!r}"
+        for block, kind in zip(blocks, kinds, strict=False)
+        if kind in RECURRENT_LAYERS and not _holds(block, ids)
+    }
+    if not known and recurrent_family(config) is not None:
+        unknown.setdefault(type(base).__name__, str(recurrent_family(config)))
+    if unknown:
+        named = " and ".join(f"{name} ({found})" for name, found in unknown.items())
+        raise ValueError(
+            f"{named} has recurrent layers that hf_longctx does not know; train it one document at "
+            "a time, with its own attention"
+        )
+
+
+def _holds(module: nn.Module, ids: set[int]) -> int:
+    """How many of some modules lie in one."""
+    return sum(id(part) in ids for part in module.modules())
+
+
+def _block_of(layer: nn.Module, model: nn.Module) -> nn.Module:
+    """The decoder layer around a recurrent layer."""
+    blocks = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    return next(block for block in blocks if any(m is layer for m in block.modules()))
+
+
+def _base(model: Any) -> Any:
+    """The model that Transformers made, under PEFT's wrapper or without one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,0 +1,83 @@
+"""The recurrent layer under way -> what the functions that its forward calls must know of it.
+
+Floor: models. Those functions are found by name in a modeling file and are given tensors alone, so
+the layer and its batch reach them through context variables, each set for the length of one call.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..data.batch import LongCtxBatch
+
+
+@dataclass(slots=True)
+class Running:
+    """One call of a recurrent layer on packed documents.
+
+    Args:
+        module (`nn.Module`): The layer.
+        batch (`LongCtxBatch`): The documents in its rows.
+        steps (`list[str]`): The functions of ours that it has called so far.
+    """
+
+    module: nn.Module
+    batch: LongCtxBatch
+    steps: list[str] = field(default_factory=list)
+
+    def begin(self, step: str, rows: Tensor) -> None:
+        """Note that a function of ours runs on `rows`, `[T, ...]` with the batch's tokens."""
+        held = self.batch.layout.rows(self.batch.rank)
+        assert len(rows) == held, (type(self.module).__name__, len(rows), held)
+        self.steps.append(step)
+
+
+_LAYER: ContextVar[Running | None] = ContextVar("hf_longctx_layer", default=None)
+_BLOCK: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_block", default=None)
+_MODEL: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_model", default=None)
+
+
+def layer_under_way() -> Running | None:
+    """The recurrent layer that runs on packed documents, if one does."""
+    return _LAYER.get()
+
+
+def batch_of_block() -> LongCtxBatch | None:
+    """The documents in the decoder layer that runs and carries them for its recurrent layer."""
+    return _BLOCK.get()
+
+
+def batch_of_model() -> LongCtxBatch | None:
+    """The documents in the model's forward that runs; in a recompute none, or another's."""
+    return _MODEL.get()
+
+
+@contextmanager
+def running_layer(module: nn.Module, batch: LongCtxBatch) -> Iterator[Running]:
+    """Make a recurrent layer the one under way."""
+    layer = Running(module, batch)
+    with _set(_LAYER, layer):
+        yield layer
+
+
+def running_block(batch: LongCtxBatch | None) -> AbstractContextManager[None]:
+    """Make a batch, or none, that of the decoder layer under way."""
+    return _set(_BLOCK, batch)
+
+
+def running_model(batch: LongCtxBatch | None) -> AbstractContextManager[None]:
+    """Make a batch, or none, that of the model under way."""
+    return _set(_MODEL, batch)
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

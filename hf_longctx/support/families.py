@@ -1,0 +1,48 @@
+"""Which layers of a model carry a state from token to token, and which of those can be adapted.
+
+Floor: support.
+"""
+
+from typing import Any
+
+# Families whose recurrent layers `models` adapts, by the model_type of their text config.
+RECURRENT_FAMILIES = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax",
+    "lfm2",
+)  # fmt: skip
+_OTHERS = (  # families without `layer_types`, or with such alone as look like others
+    "mamba", "mamba2", "falcon_mamba", "xlstm", "rwkv", "bamba", "falcon_h1", "granitemoehybrid",
+    "nemotron_h", "jamba", "lfm2_moe", "zamba", "zamba2", "recurrent_gemma",
+)  # fmt: skip
+SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
+MIXED_LAYERS = {"hybrid", "hybrid_sliding"}  # a softmax and a recurrent part in one layer
+RECURRENT_LAYERS = {"linear_attention", "mamba", "recurrent", "conv"} | MIXED_LAYERS
+LAYERS_WITHOUT_MIXING = {"mlp", "moe"}
+
+
+def recurrent_family(config: Any) -> object:
+    """What in a text config shows recurrent layers; `None` where it has none."""
+    family = getattr(config, "model_type", None)
+    if family in (*RECURRENT_FAMILIES, *_OTHERS):
+        return f"model_type={family}"
+    kinds = sorted(RECURRENT_LAYERS & {*(getattr(config, "layer_types", None) or ())})
+    return f"layer_types {kinds}" if kinds else None
+
+
+def known_recurrent(config: Any) -> object:
+    """What shows recurrent layers of a family that has adapters."""
+    return recurrent_family(config) if _known(config) else None
+
+
+def unknown_recurrent(config: Any) -> object:
+    """What shows recurrent layers of a family that has none."""
+    return None if _known(config) else recurrent_family(config)
+
+
+def _known(config: Any) -> bool:
+    return getattr(config, "model_type", None) in RECURRENT_FAMILIES
+
+
+def softmax_alone(config: Any) -> object:
+    """The family of a text config without recurrent layers."""
+    return None if recurrent_family(config) else f"model_type={config.model_type}"
