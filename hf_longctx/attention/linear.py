@@ -17,7 +17,7 @@ from ..plan.program import Program
 from ..plan.scan import State
 from ..plan.schedule import Sizes
 from ..runtime.binding import Runtime
-from ..runtime.scans import Call, exchange_halo, start_scan
+from ..runtime.scans import Call, begin_scan, exchange_halo
 
 
 @torch.autocast("cpu", enabled=False)  # it would multiply states in bf16
@@ -50,7 +50,8 @@ def recurrent(
         linear_attention, q_THN, k_THN, log_decay=log_decay, lengths=lengths, beta=beta
     )
     decay = "matrix" if beta is not None else "row" if log_decay.ndim == 3 else "head"
-    sizes = Sizes(State(k_THN.shape[2], decay), *v_THV.shape[1:], wide.itemsize)
+    _, heads, columns = v_THV.shape
+    sizes = Sizes(State(k_THN.shape[2], decay), heads, columns, wide.itemsize)
     program = batch.scan_program(sizes)
     if program is None:
         return attend(v_THV)
@@ -58,12 +59,12 @@ def recurrent(
     rate = None if beta is None else beta[last]
     summary = summarize(k_THN[last], v_THV[last], log_decay=log_decay[last], beta=rate)
     exchange = _Exchange(batch, module, step, program)
-    enters = start_scan(summary, call=exchange.call)
+    under_way = begin_scan(summary, call=exchange.call)
     reached = lengths[0] if batch.layout.of_rank(batch.rank)[0].start else 0
     if beta is not None and reached:
-        return attend(v_THV, entering=exchange.kept(enters()))
+        return attend(v_THV, entering=exchange.kept(under_way.finish()))
     out = attend(v_THV.to(wide))  # as if nothing entered, while states travel
-    entering = exchange.kept(enters())
+    entering = exchange.kept(under_way.finish())
     read = _read(q_THN[:reached], log_decay[:reached], entering)
     return torch.cat([out[:reached] + read, out[reached:]]).to(v_THV.dtype)
 

@@ -6,10 +6,11 @@ be `saved`: a recompute under activation checkpointing then sends nothing, and o
 does. Letters: T tokens, H heads, N rows of the state, V its columns, W taps, C channels.
 """
 
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .executor import Account, Execution, drive
 _Bound = dict[int, dict[str, Tensor]]  # array -> its fields
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One layer's use of a program.
 
@@ -37,7 +38,6 @@ class Call:
         saved (`tuple[Tensor, ...]`, *optional*): What came in during the first forward, in a
             recompute.
         forget (`Callable`, *optional*): Called when backward starts: what is saved can go.
-        under_way (`Future`, *optional*): The direction that a thread sees through.
     """
 
     program: Program
@@ -45,7 +45,6 @@ class Call:
     account: Account
     saved: tuple[Tensor, ...] | None = None
     forget: Callable[[], None] | None = None
-    under_way: Future[Execution] | None = None
 
     def run(self, bound: _Bound, *, widths: Widths, dtype: torch.dtype, back: bool) -> Execution:
         """Run one direction to its end on arrays that are given."""
@@ -64,31 +63,35 @@ class Call:
             drive(run.phase(number), self.account)
         return run
 
-    def start(self, bound: _Bound, **given: Any) -> None:
-        """As `run`, in a thread of its own.
+    def start(self, bound: _Bound, **given: Any) -> Future[Execution]:
+        """As `run`, in a thread of its own, whose waits are not counted."""
+        under_way, inference = Future[Execution](), torch.is_inference_mode_enabled()
+        call = replace(self, account=Account())
 
-        Until it is finished the caller must exchange nothing over the channel: the order of
-        messages between two ranks is that of their posts.
-        """
-        inference = torch.is_inference_mode_enabled()
+        def work() -> None:
+            try:
+                with torch.no_grad(), torch.inference_mode(inference):
+                    under_way.set_result(call.run(bound, **given))
+            except Exception as error:  # for who waits
+                under_way.set_exception(error)
 
-        def work() -> Execution:
-            with torch.no_grad(), torch.inference_mode(inference):
-                return self.run(bound, **given)
+        threading.Thread(target=work, name="longctx scan", daemon=True).start()
+        return under_way
 
-        thread = ThreadPoolExecutor(1, thread_name_prefix="longctx scan")
-        self.under_way = thread.submit(work)
-        thread.shutdown(wait=False)  # once it has ended
-
-    def finish(self) -> Execution:
-        """Wait for what was started. Raises what it met."""
-        assert self.under_way is not None, "a scan is started before it is finished"
-        run, self.under_way = self.under_way.result(), None
+    def finish(self, under_way: Future[Execution]) -> Execution:
+        """Wait for what was started, and count it. Raises what it met."""
+        account, began = self.account, time.perf_counter()
+        run = under_way.result()
+        account.waited += time.perf_counter() - began
+        account.planned_bytes += run.account.planned_bytes
+        account.peak_bytes = max(account.peak_bytes, run.account.peak_bytes)
+        messages = max(account.message_peak_bytes, run.account.message_peak_bytes)
+        account.message_peak_bytes = messages
         return run
 
 
-def start_scan(summary: Summary, *, call: Call) -> Callable[[], Tensor]:
-    """Have a rank's summary leave.
+def scan_states(summary: Summary, *, call: Call) -> Tensor:
+    """The state that enters the rank's first segment.
 
     Args:
         summary (`Summary`): Of the rank's last segment, in float32 or wider. Where nothing leaves
@@ -96,12 +99,32 @@ def start_scan(summary: Summary, *, call: Call) -> Callable[[], Tensor]:
         call (`Call`): With a program of `plan.scan`.
 
     Returns:
-        What waits for the state that enters the rank's first segment: `[H, N, V]` in the summary's
-        dtype, zeros where nothing enters. Call it once, and compute before what needs no state.
+        `[H, N, V]` in the summary's dtype, zeros where nothing enters.
+    """
+    return begin_scan(summary, call=call).finish()
+
+
+def begin_scan(summary: Summary, *, call: Call) -> "UnderWay":
+    """Start a scan, to be finished once, where its state is needed; arguments as in `scan_states`.
+
+    Until then, and in backward from there back to here, nothing else may use the call's channel:
+    the order of messages between two ranks is that of their posts.
     """
     states = _States(call, summary.state.shape, summary.decay.shape)
-    token = _Leave.apply(states, summary.state, summary.decay)
-    return partial(_Enter.apply, states, token, summary.decay.detach())
+    return UnderWay(states, _Begin.apply(states, summary.state, summary.decay), summary.decay)
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A scan that has begun."""
+
+    _states: "_States"
+    _begun: Tensor
+    _decay: Tensor
+
+    def finish(self) -> Tensor:
+        """Wait for the state that enters; see `scan_states`."""
+        return _Finish.apply(self._states, self._begun, self._decay.detach())
 
 
 def exchange_halo(x_TC: Tensor, *, width: int, call: Call) -> Tensor:
@@ -117,12 +140,13 @@ def exchange_halo(x_TC: Tensor, *, width: int, call: Call) -> Tensor:
 
 @dataclass(slots=True)
 class _States:
-    """A scan's call, the shapes `[H, N, V]` of states and of their decays, and in backward the
-    state that entered."""
+    """A scan's call, the shapes `[H, N, V]` of states and of their decays, what is under way, and
+    in backward the state that entered."""
 
     call: Call
     shape: torch.Size
     decay: torch.Size
+    under_way: Future[Execution] | None = None
     entering: Tensor | None = None
 
     def start(self, own: int, state: Tensor, decay: Tensor, *, back: bool) -> None:
@@ -142,12 +166,14 @@ class _States:
         )
         by_rows = state.transpose(0, 1).reshape(rows, heads * parts, columns // parts)
         bound = {own: {"state": by_rows}, own + 1: {"decay": decay.transpose(0, 1)}}
-        self.call.start(bound, widths=widths, dtype=state.dtype, back=back)
+        self.under_way = self.call.start(bound, widths=widths, dtype=state.dtype, back=back)
 
     def finish(self, result: int) -> Tensor:
         """`[H, N, V]`: what the direction ended with."""
         heads, rows, columns = self.shape
-        state = self.call.finish().fields(result)["state"]
+        assert self.under_way is not None, "a scan is finished once"
+        state = self.call.finish(self.under_way).fields(result)["state"]
+        self.under_way = None  # it holds the arrays
         return state.reshape(rows, heads, columns).transpose(0, 1).contiguous()
 
     def decay_grad(self, leaving: Tensor) -> Tensor | None:
@@ -162,7 +188,7 @@ class _States:
         return rows if self.decay[1] > 1 else rows.sum(1, keepdim=True)
 
 
-class _Leave(torch.autograd.Function):
+class _Begin(torch.autograd.Function):
     """Starts a scan; in backward, takes what the reverse scan brought."""
 
     @staticmethod
@@ -179,7 +205,7 @@ class _Leave(torch.autograd.Function):
         return None, leaving, ctx.states.decay_grad(leaving)
 
 
-class _Enter(torch.autograd.Function):
+class _Finish(torch.autograd.Function):
     """Takes the entering state; in backward, starts the reverse scan."""
 
     @staticmethod
