@@ -112,7 +112,7 @@ def _cached(given: Mapping[str, Any]) -> Any:
 
 
 def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Tokens of each document; `None` where nothing but positions could tell, and each row is one."""
+    """Tokens of each document; `None` where rows are documents and only positions could tell."""
     if given.get("input_ids") is None and given.get("inputs_embeds") is None:
         return None  # the model says so itself
     batch, rows = _rows(given).shape[:2]
