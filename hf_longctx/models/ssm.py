@@ -99,6 +99,7 @@ ADAPTERS = (
         layer="MambaLayer",
         functions=_FUNCTIONS,
         steps=(CONV, SCAN),
+        masked=True,
     ),
     Adapter(
         models=("mamba2",),
