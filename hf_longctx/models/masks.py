@@ -1,4 +1,4 @@
-"""A modeling file that makes causal masks without positions -> one whose masks keep documents apart.
+"""A modeling file whose causal masks know no positions -> one whose masks keep documents apart.
 
 Floor: models. The library's own masks (of eager attention, say) see packed documents by positions
 that start again; a file that passes none on leaves them joined.
