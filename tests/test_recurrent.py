@@ -116,6 +116,19 @@ def test_two_rows_of_packed_documents():
     torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
 
 
+@pytest.mark.parametrize("described", ["cu_seq_lens_q", "seq_idx"])
+def test_boundaries_of_one_document(described):
+    """As a collator gives them where a pack holds no more; the library's functions raise."""
+    model = prepare(tiny("sdpa", family="qwen3_next"))
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 40]), "seq_idx": torch.zeros(1, 40).long()}
+    ids = IDS[:, 8:48]
+    found = logits(
+        model, input_ids=ids, position_ids=positions(40), **{described: bounds[described]}
+    )
+    right = logits(model, input_ids=ids)
+    torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
+
+
 def test_b13_documents_may_start_at_any_position():
     rows, starts = IDS[:, :5], torch.tensor([[3, 4, 0, 1, 2]])
     found = logits(

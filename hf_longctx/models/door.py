@@ -1,8 +1,8 @@
 """A model's keyword arguments -> the packed documents that they describe, as one batch object.
 
-Floor: models. Boundaries come from `longctx_batch`, else `cu_seq_lens_q`, else `position_ids`, else
-`seq_idx`; convolutions, scans and softmax layers share them. Calls without packed documents (also
-padded or cached ones) go on as they came.
+Floor: models. Boundaries come from `longctx_batch`, else from `cu_seq_lens_q`, `position_ids` and
+`seq_idx`, which must agree; convolutions, scans and softmax layers share them. Calls without packed
+documents (also padded or cached ones) go on as they came.
 """
 
 import inspect
@@ -52,7 +52,8 @@ def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
         given (`Mapping`): The arguments by name.
 
     Returns:
-        `None` where every row is one document, padded or not, or goes on from a cache.
+        `None` where no boundaries are given and every row is one document, padded or not, or goes
+        on from a cache.
 
     Raises:
         ValueError: where packed documents come with padding or a cache, or boundaries do not fit
@@ -111,7 +112,7 @@ def _cached(given: Mapping[str, Any]) -> Any:
 
 
 def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Tokens of each packed document; `None` where every row is one."""
+    """Tokens of each document; `None` where rows are documents and only positions could tell."""
     if given.get("input_ids") is None and given.get("inputs_embeds") is None:
         return None  # the model says so itself
     batch, rows = _rows(given).shape[:2]
@@ -124,7 +125,8 @@ def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
             "the same boundaries in all"
         )
     lengths = next(iter(found.values()), None)
-    return None if lengths == (rows,) * batch else lengths
+    whole = found.keys() <= {"position_ids"} and lengths == (rows,) * batch
+    return None if whole else lengths  # the library refuses boundaries, of one document too
 
 
 def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
