@@ -19,6 +19,7 @@ from hf_longctx.support import RECURRENT_FAMILIES
 from hf_longctx.verify.twins import REFERENCE, precision
 
 FAMILIES = [name.removesuffix("_text") for name in RECURRENT_FAMILIES]
+WITHOUT_SOFTMAX = ("mamba2", "mamba", "falcon_mamba")  # Transformers has but "eager" for them
 LENGTHS = (7, 1, 40, 65)
 BATCHES = [documents(LENGTHS), documents([30, 3, 9], seed=1)]
 EXACT = 1e-9
@@ -65,7 +66,8 @@ def test_b42_b48_outputs_and_gradients_equal_documents_alone(family, reentrant):
     account = found.runtimes[0].account
     layers = len(layer_kinds(model.config)) + len(recurrent_layers(model))
     assert account.calls == len(BATCHES) * layers
-    assert account.recomputed == (0 if reentrant is None else account.calls)
+    nested = 4 if family == "zamba2" and reentrant else 0  # its hybrid blocks hold others
+    assert account.recomputed == (0 if reentrant is None else account.calls + nested)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "minimax", "lfm2"])
@@ -95,8 +97,15 @@ def test_one_document_moves_no_other(family):
         assert float(grad[0, inside].abs().max()) == 0.0 < float(grad[0, ~inside].abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["eager", "sdpa", "zeco_linear"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name)
+        for family in FAMILIES
+        for name in ("eager", "sdpa", "zeco_linear")
+        if name != "sdpa" or family not in WITHOUT_SOFTMAX
+    ],
+)
 @pytest.mark.parametrize("description", DESCRIPTIONS)
 def test_boundaries_of_a_plain_forward(family, name, description):
     """Softmax layers of the library's own names see the same documents."""
@@ -152,7 +161,8 @@ def test_positions_with_several_axes(family, axes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_without_packed_documents_are_as_before(family):
     """To the last bit: whole rows, padded ones, and a cache that goes on."""
-    stock = tiny("sdpa", family=family, dtype=torch.float32)
+    name = "eager" if family in WITHOUT_SOFTMAX else "sdpa"
+    stock = tiny(name, family=family, dtype=torch.float32)
     ours = prepare(copy.deepcopy(stock))
     rows = torch.stack([IDS[0, :24], IDS[0, 24:48]])
     mask = torch.ones_like(rows)

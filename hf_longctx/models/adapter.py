@@ -19,6 +19,7 @@ from torch import nn
 
 from ..data.batch import KEY, LongCtxBatch
 from ..runtime.binding import Runtime
+from .masks import show_documents
 from .running import Running, batch_of_block, batch_of_model, layer_under_way, running_layer
 
 KNOWN = "5.24"  # the Transformers version whose functions ours stand in for
@@ -48,6 +49,8 @@ class Adapter:
         steps (`tuple[str, ...]`): What one forward must call, in order; see `Running.begin`.
         forward (`Replacement`, *optional*): Stands in for the layer's own forward.
         carried (`bool`, *optional*): The decoder layer around it hands it no keyword arguments.
+        masked (`bool`, *optional*): The model makes the masks of its softmax layers without the
+            positions that show where documents start.
     """
 
     models: tuple[str, ...]
@@ -56,6 +59,7 @@ class Adapter:
     functions: Mapping[str, Replacement] = field(default_factory=dict)
     forward: Replacement | None = None
     carried: bool = False
+    masked: bool = False
 
     def home(self, module: nn.Module) -> ModuleType | None:
         """The modeling file that defines the module's class, if this adapter is for it."""
@@ -82,10 +86,12 @@ class Adapter:
                 setattr(home, name, _dispatcher(original, replacement.function))
         if self.forward is not None:
             refuse_unknown(type(module).__name__, module.forward, self.forward.parameters)
+        if self.masked:
+            show_documents(home)
         wrap_forward(module, partial(_forward, adapter=self))
 
-    def account(self, layer: Running, *, recompute: bool) -> None:
-        """Check that a forward went through our functions, and count it.
+    def check(self, layer: Running) -> None:
+        """Check that a forward went through our functions.
 
         Raises:
             ValueError: where it did not call exactly those.
@@ -95,12 +101,16 @@ class Adapter:
                 f"{type(layer.module).__name__} called {layer.steps} of hf_longctx where "
                 f"{[*self.steps]} were expected; {_versions()}"
             )
-        account = (layer.batch.runtime or Runtime()).account
-        if recompute:
-            account.recomputed += 1
-        else:
-            account.calls += 1
-            account.layers.add(("recurrent", getattr(layer.module, "layer_idx", id(layer.module))))
+
+
+def _count(layer: Running) -> None:
+    """Count a call of a layer; a recompute may end in the middle of it, with what it was for."""
+    account = (layer.batch.runtime or Runtime()).account
+    if torch._C._current_graph_task_id() != -1:  # inside a backward pass
+        account.recomputed += 1
+    else:
+        account.calls += 1
+        account.layers.add(("recurrent", getattr(layer.module, "layer_idx", id(layer.module))))
 
 
 def wrap_forward(
@@ -165,11 +175,12 @@ def _forward(original: Callable[..., Any], adapter: Adapter) -> Callable[..., An
             assert batch_of_model() is None, f"{KEY} was lost on its way to {type(self).__name__}"
             return original(self, *args, **kwargs)
         with running_layer(self, batch) as layer:
+            _count(layer)
             if adapter.forward is None:
                 out = original(self, *args, **kwargs)
             else:
                 out = adapter.forward.function(layer, *args, **kwargs)
-        adapter.account(layer, recompute=torch._C._current_graph_task_id() != -1)
+        adapter.check(layer)
         return out
 
     return forward

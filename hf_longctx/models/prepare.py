@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
-from . import gated_delta, kimi_delta, lightning, short_conv
+from . import gated_delta, kimi_delta, lightning, selective, short_conv, ssm
 from .adapter import Adapter
 from .blocks import carry
 from .door import open_door
@@ -21,6 +21,8 @@ ADAPTERS: tuple[Adapter, ...] = (
     *kimi_delta.ADAPTERS,
     *lightning.ADAPTERS,
     *short_conv.ADAPTERS,
+    *ssm.ADAPTERS,
+    *selective.ADAPTERS,
 )
 Model = TypeVar("Model", bound=nn.Module)
 

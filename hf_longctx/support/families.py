@@ -8,11 +8,11 @@ from typing import Any
 # Families whose recurrent layers `models` adapts, by the model_type of their text config.
 RECURRENT_FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax",
-    "lfm2",
+    "lfm2", "mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba",
+    "falcon_mamba", "jamba",
 )  # fmt: skip
 _OTHERS = (  # families without `layer_types`, or with such alone as look like others
-    "mamba", "mamba2", "falcon_mamba", "xlstm", "rwkv", "bamba", "falcon_h1", "granitemoehybrid",
-    "nemotron_h", "jamba", "lfm2_moe", "zamba", "zamba2", "recurrent_gemma",
+    "xlstm", "rwkv", "lfm2_moe", "zamba", "recurrent_gemma",
 )  # fmt: skip
 SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
 MIXED_LAYERS = {"hybrid", "hybrid_sliding"}  # a softmax and a recurrent part in one layer
