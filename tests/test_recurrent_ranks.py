@@ -14,12 +14,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 CASES = [
-    ("qwen3_next", 2, "auto"),  # gated delta rule
-    ("qwen3_next", 3, "chain"),
+    ("qwen3_next", 3, "chain"),  # gated delta rule
     ("kimi_linear", 3, "tree"),  # the delta rule with a decay per row
     ("minimax", 4, "chain"),  # lightning
     ("lfm2", 4, "auto"),  # convolutions alone
-    ("olmo_hybrid", 2, "allgather"),
+    ("bamba", 2, "auto"),  # state-space duality
+    ("falcon_mamba", 2, "allgather"),  # states of one column, and no softmax layers
 ]
 
 
