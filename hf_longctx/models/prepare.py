@@ -11,12 +11,13 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
-from . import gated_delta, kimi_delta, lightning, short_conv
+from . import fla, gated_delta, kimi_delta, lightning, short_conv
 from .adapter import Adapter
 from .blocks import carry
 from .door import open_door
 
 ADAPTERS: tuple[Adapter, ...] = (
+    *fla.ADAPTERS,
     *gated_delta.ADAPTERS,
     *kimi_delta.ADAPTERS,
     *lightning.ADAPTERS,
@@ -52,7 +53,7 @@ def prepare(model: Model) -> Model:
         if adapter.carried:
             carry(_block_of(layer, model))
     if layers:
-        open_door(_base(model))
+        open_door(_base(model), plain=all(adapter.plain for _, adapter in layers))
     return model
 
 
