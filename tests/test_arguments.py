@@ -53,7 +53,6 @@ SMALL = Case(lengths=(20, 9))
         ({"longctx_topology": "2x0"}, "longctx_topology='2x0': write nodes x ranks, outermost"),
         ({"longctx_ulysses_size": 0}, "longctx_ulysses_size=0 must be at least 1, and divide"),
         ({"longctx_scan": "tree"}, "longctx_scan='tree' is not built yet"),
-        ({"longctx_softmax": "ring"}, "longctx_softmax='ring' is not built yet"),
         ({"longctx_verify": "always"}, "longctx_verify='always' is not built yet"),
         ({"longctx_overflow": "wrap"}, "longctx_overflow='wrap'"),
     ],
@@ -83,8 +82,20 @@ def test_domains_are_refused_where_plans_know_none(given, message):
 
 def test_the_layout_suits_the_name():
     suited = {"distca": "spread", "charm": "zigzag", "ring": "zigzag", "ulysses": "contiguous"}
+    suited |= {"zeco_linear": "contiguous"}
     assert {name: LongCtxArguments().layout_for(name) for name in NAMES} == suited
     assert LongCtxArguments(longctx_layout="spread").layout_for("charm") == "spread"
+    for layout in ("zigzag", "spread"):
+        with pytest.raises(ValueError, match=f"longctx_layout={layout} .* use contiguous"):
+            LongCtxArguments(longctx_layout=layout).layout_for("zeco_linear")
+
+
+def test_softmax_layers_of_a_hybrid_are_planned_by_a_name_of_their_own():
+    given = LongCtxArguments(longctx_softmax="charm", longctx_topology="2x2")
+    assert given.algorithm("zeco_linear") == "charm" and given.algorithm("ring") == "ring"
+    given.check_domains("zeco_linear")
+    with pytest.raises(ValueError, match="its plans know no domains"):
+        LongCtxArguments(longctx_topology="2x2").check_domains("zeco_linear")
 
 
 def test_a_topology_of_other_ranks_is_refused_before_the_first_step(tmp_path):

@@ -108,7 +108,7 @@ def test_a_model_whose_attention_is_not_ours_is_refused_before_the_first_step(tm
     assert stock.state.global_step == 0
 
 
-@pytest.mark.parametrize("name", ["distac", "zeco_linear", "distca2"])
+@pytest.mark.parametrize("name", ["distac", "zeco", "distca2"])
 def test_misspelt_and_unbuilt_names_are_refused_when_the_model_is_made(name):
     with pytest.raises(ValueError, match=name):
         tiny(name)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 import hf_longctx
 from hf_longctx.attention.kinds import layer_kinds
 from hf_longctx.cli import main
-from hf_longctx.support import NAMES, PLANNED_NAMES
+from hf_longctx.support import NAMES, SOFTMAX_NAMES
 from hf_longctx.verify.shrink import MAX_PARAMETERS, shrink, small_model
 
 
@@ -23,7 +23,8 @@ def works(subject: Any) -> dict[str, bool]:
     return {row.name: row.works for row in hf_longctx.check(subject)}
 
 
-ALL_BUILT = dict.fromkeys(NAMES, True) | dict.fromkeys(PLANNED_NAMES, False)
+SOFTMAX = {name: name in SOFTMAX_NAMES for name in NAMES}  # what works with softmax layers alone
+RECURRENT = {name: name not in SOFTMAX_NAMES for name in NAMES}
 
 
 def on_meta() -> Any:
@@ -49,7 +50,7 @@ def with_lora() -> Any:
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # PEFT asks by an old name
 def test_a_llama_works_in_every_form(subject):
-    assert works(subject()) == ALL_BUILT
+    assert works(subject()) == SOFTMAX
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "ring"])
@@ -57,10 +58,19 @@ def test_a_llama_works_in_every_form(subject):
 def test_a_checked_model_is_left_as_it_was(name, training):
     model = tiny(name).train(training)
     before = {key: p.clone() for key, p in model.named_parameters()}
-    assert works(model) == ALL_BUILT
+    assert works(model) == SOFTMAX
     assert model.training is training
     assert {part.config._attn_implementation for part in (model, model.model)} == {name}
     assert all(torch.equal(p, before[key]) for key, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "minimax", "lfm2"])
+@pytest.mark.parametrize("from_config", [True, False])
+def test_a_checked_model_with_recurrent_layers_is_left_as_it_was(family, from_config):
+    model = tiny("sdpa", family=family)
+    assert works(model.config if from_config else model) == RECURRENT
+    assert model.config._attn_implementation == "sdpa"
+    assert all("forward" not in vars(part) for part in model.modules())
 
 
 def test_a_wrong_model_is_left_as_it_was_too():
@@ -88,7 +98,7 @@ def test_every_rule_that_applies_is_listed():
 )
 def test_nothing_is_raised(subject):
     rows = hf_longctx.check(subject)
-    assert [row.name for row in rows] == [*NAMES, *PLANNED_NAMES]
+    assert [row.name for row in rows] == [*NAMES]
     assert all(not row.works and row.rule and row.remedy for row in rows)
 
 
@@ -153,7 +163,7 @@ def test_a_large_config_that_cannot_be_shrunk_is_not_run(monkeypatch):
         raise RuntimeError("sizes do not fit")
 
     monkeypatch.setattr("hf_longctx.verify.shrink.shrink", refuse)
-    assert works(tiny("sdpa").config) == ALL_BUILT  # small enough as it is
+    assert works(tiny("sdpa").config) == SOFTMAX  # small enough as it is
     row = hf_longctx.check(AutoConfig.for_model("llama"))[0]
     assert not row.works and row.rule.startswith("nothing was run: no small instance")
     assert "parameters are above 300,000,000" in row.rule
@@ -175,7 +185,7 @@ def test_the_command_prints_rule_and_remedy(model, rule, remedy, capsys):
     assert main(["check", "--model", str(CONFIGS / f"tiny_{model}.json")]) == 2
     printed = " ".join(capsys.readouterr().out.split())
     assert rule in printed and remedy in printed
-    assert all(f"{name} refused" in printed for name in (*NAMES, *PLANNED_NAMES))
+    assert all(f"{name} refused" in printed for name in NAMES)
 
 
 def test_the_command_prints_what_works_and_writes_it(tmp_path, capsys):
@@ -185,7 +195,7 @@ def test_the_command_prints_what_works_and_writes_it(tmp_path, capsys):
     assert printed.startswith("distca       works\ncharm ") and "\nring         works\n" in printed
     found = json.loads(out.read_text())
     assert found["model"] == model
-    assert [row["name"] for row in found["rows"]] == [*NAMES, *PLANNED_NAMES]
+    assert [row["name"] for row in found["rows"]] == [*NAMES]
     assert found["rows"][0] == {"name": "distca", "works": True, "rule": "", "remedy": ""}
     assert main(["check", "--model", model, "--attn_implementation", "ring"]) == 0
     assert main(["check", "--model", model, "--attn_implementation", "zeco_linear"]) == 2

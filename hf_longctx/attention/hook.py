@@ -89,7 +89,7 @@ def run(
         program = _local_program(query, key, scoring, kwargs)
         out = attend(Layer(program, None, scoring, Runtime().account), *rows, sinks=sinks)[0]
     else:
-        _refuse_other_positions(batch, kwargs.get("position_ids"))
+        _refuse_other_positions(batch, kwargs.get("position_ids"), rows=len(query))
         out = _with_batch(algorithm, module, batch, rows, scoring, sinks)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -133,13 +133,16 @@ def _local_program(query: Tensor, key: Tensor, scoring: Scoring, kwargs: dict[st
     return local_plan(lengths, scoring.window, causal=scoring.causal).program(0)
 
 
-def _refuse_other_positions(batch: LongCtxBatch, position_ids: Tensor | None) -> None:
+def _refuse_other_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, rows: int) -> None:
     """Refuse positions that are not those of the batch's rows: a model that is given none numbers
     its rows from 0, which rotates a document's later parts, and all but the first, wrongly."""
     if position_ids is None or position_ids.dim() != 2:
         return
     expected = torch.from_numpy(batch.layout.positions(batch.rank)).to(position_ids.device)
-    if not torch.equal(position_ids[0].to(expected.dtype), expected):
+    given = position_ids.expand(rows, -1).flatten().to(expected.dtype)
+    if batch.layout.ranks == 1:  # whole documents, each from any position on
+        given, expected = given.diff() == 1, expected.diff() == 1
+    if not torch.equal(given, expected):
         raise ValueError(
             f"position_ids are not the positions that longctx_batch gives rank {batch.rank}'s rows "
             "in their documents; pass the collator's position_ids with its batch object"

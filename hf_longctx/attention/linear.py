@@ -4,6 +4,7 @@ Floor: attention. Letters: T rows of this rank, H heads, N rows of the state, V 
 channels, W taps.
 """
 
+import torch
 from torch import Tensor, nn
 
 from ..data.batch import LongCtxBatch
@@ -11,6 +12,7 @@ from ..kernels.conv import causal_conv
 from ..kernels.linear import linear_attention
 
 
+@torch.autocast("cpu", enabled=False)  # it would multiply states in bf16
 def recurrent(
     step: str,
     batch: LongCtxBatch,

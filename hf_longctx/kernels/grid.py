@@ -34,15 +34,12 @@ class Grid:
     widths: tuple[int, ...]
     first: int | None
 
-    def steps(self) -> Iterator[tuple[slice, slice]]:
-        """For each step its chunks, and those chunks of the next step that continue them.
-
-        The chunks that are continued are the first of their step, as many as continue them.
-        """
+    def steps(self) -> Iterator[tuple[slice, slice, slice]]:
+        """For each step its chunks, those of them that go on, and what continues those."""
         start = 0
         for width, following in zip(self.widths, (*self.widths[1:], 0), strict=False):
             stop = start + width
-            yield slice(start, stop), slice(stop, stop + following)
+            yield slice(start, stop), slice(start, start + following), slice(stop, stop + following)
             start = stop
 
     def lay(self, rows_THX: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .decay import PerHead, PerRow, spread
+from .diagonal import Diagonal
 from .grid import Grid, grid
 from .recurrence import Carried, Corrected
 from .summary import Summary, apply, compose
@@ -22,6 +23,7 @@ from .summary import Summary, apply, compose
 __all__ = ["Summary", "apply", "compose", "linear_attention", "summarize"]
 
 _CHUNK = 64
+_SCAN_CHUNK = 32
 
 
 def linear_attention(
@@ -48,6 +50,8 @@ def linear_attention(
             (an empty one uses none); zeros if `None`, as for all others.
     """
     wide = torch.promote_types(v_THV.dtype, torch.float32)
+    if v_THV.shape[-1] == 1 and log_decay.ndim == 3 and beta is None:
+        return _diagonal(q_THN, k_THN, v_THV, log_decay, entering, lengths)
     chunks = grid(lengths, chunk=_CHUNK)
     q, k, v, decay, rate = _laid(chunks, (q_THN, k_THN, v_THV, log_decay, beta), wide)
     sums = decay.cumsum(-2)
@@ -88,6 +92,26 @@ def summarize(
     new = torch.cat([new, new.new_zeros(*new.shape[:-1], rows)], -1)
     left = Corrected.apply(new, *others, start, chunks)[0][-1]
     return Summary(state=left[..., :columns], decay=left[..., columns:])
+
+
+def _diagonal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    entering: Tensor | None,
+    lengths: Sequence[int],
+) -> Tensor:
+    """`linear_attention` where the state is a vector of rows that all decay on their own."""
+    wide = torch.promote_types(v.dtype, torch.float32)
+    chunks = grid(lengths, chunk=_SCAN_CHUNK)
+    # one "head" of all columns: tokens of a chunk in rows, as the loop takes them
+    laid = [chunks.lay(x.flatten(1)[:, None].to(wide))[:, 0] for x in (q, k, v, log_decay)]
+    shapes = q.shape[1:], k.shape[1:], v.shape[1:2], log_decay.shape[1:]
+    rows = [x.unflatten(-1, shape) for x, shape in zip(laid, shapes, strict=True)]
+    start = None if entering is None else entering[..., 0].to(wide)
+    out = Diagonal.apply(*rows, start, chunks)
+    return chunks.pick(out[:, None])[:, 0, :, None].to(v.dtype)
 
 
 def _laid(chunks: Grid, rows: Sequence[Tensor | None], wide: torch.dtype) -> list[Tensor]:

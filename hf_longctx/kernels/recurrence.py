@@ -24,10 +24,7 @@ class Carried(torch.autograd.Function):
     def forward(
         ctx: Any, write: Tensor, decay: Tensor, entering: Tensor | None, grid: Grid
     ) -> Tensor:
-        states = _entering(torch.empty_like(write), entering, grid)
-        for now, later in grid.steps():
-            kept = slice(now.start, now.start + later.stop - later.start)
-            torch.addcmul(write[kept], states[kept], decay[kept], out=states[later])
+        states = carry(write, decay, entered(torch.empty_like(write), entering, grid), grid)
         ctx.save_for_backward(states, decay)
         ctx.grid, ctx.given = grid, entering is not None
         return states
@@ -35,14 +32,10 @@ class Carried(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         states, decay = ctx.saved_tensors
-        total = grad.clone()  # of the state that enters each chunk
-        d_write, d_decay = torch.zeros_like(states), torch.zeros_like(decay)
-        for now, later in reversed(list(ctx.grid.steps())):
-            kept = slice(now.start, now.start + later.stop - later.start)
-            d_write[kept] = total[later]
-            d_decay[kept] = (states[kept] * total[later]).sum_to_size(decay[kept].shape)
-            total[kept].addcmul_(decay[kept], total[later])
-        return d_write, d_decay, _leaving(total, ctx.grid, ctx.given), None
+        total = grad.clone()
+        d_write = carry_back(total, decay, ctx.grid)
+        d_decay = (states * d_write).sum_to_size(decay.shape)
+        return d_write, d_decay, entering_grad(total, ctx.grid, ctx.given), None
 
 
 class Corrected(torch.autograd.Function):
@@ -62,17 +55,14 @@ class Corrected(torch.autograd.Function):
         entering: Tensor | None,
         grid: Grid,
     ) -> tuple[Tensor, Tensor]:
-        n, heads, _, columns = new.shape
-        states = new.new_empty(n, heads, keys.shape[-1], columns)
-        _entering(states, entering, grid)
+        shape = *new.shape[:2], keys.shape[-1], new.shape[-1]
+        states = entered(new.new_empty(shape), entering, grid)
         corrected = torch.empty_like(new)
-        for now, later in grid.steps():
-            kept = slice(now.start, now.start + later.stop - later.start)
-            torch.baddbmm(
-                _b(new, now), _b(reads, now), _b(states, now), alpha=-1, out=_b(corrected, now)
-            )
+        for now, kept, later in grid.steps():
+            given = _batch(new, now), _batch(reads, now), _batch(states, now)
+            torch.baddbmm(*given, alpha=-1, out=_batch(corrected, now))
             torch.mul(states[kept], decay[kept], out=states[later])
-            _b(states, later).baddbmm_(_b(keys, kept).mT, _b(corrected, kept))
+            _batch(states, later).baddbmm_(_batch(keys, kept).mT, _batch(corrected, kept))
         ctx.save_for_backward(states, corrected, reads, keys, decay)
         ctx.grid, ctx.given = grid, entering is not None
         return states, corrected
@@ -84,33 +74,50 @@ class Corrected(torch.autograd.Function):
         d_new = d_corrected.clone()
         d_reads, d_keys = torch.empty_like(reads), torch.zeros_like(keys)
         d_decay = torch.zeros_like(decay)
-        for now, later in reversed(list(ctx.grid.steps())):
-            kept = slice(now.start, now.start + later.stop - later.start)
-            _b(d_new, kept).baddbmm_(_b(keys, kept), _b(total, later))
-            torch.bmm(_b(corrected, kept), _b(total, later).mT, out=_b(d_keys, kept))
+        for now, kept, later in reversed(list(ctx.grid.steps())):
+            _batch(d_new, kept).baddbmm_(_batch(keys, kept), _batch(total, later))
+            torch.bmm(_batch(corrected, kept), _batch(total, later).mT, out=_batch(d_keys, kept))
             d_decay[kept] = (states[kept] * total[later]).sum_to_size(decay[kept].shape)
             total[kept].addcmul_(decay[kept], total[later])
-            _b(total, now).baddbmm_(_b(reads, now).mT, _b(d_new, now), alpha=-1)
-            torch.bmm(_b(d_new, now), _b(states, now).mT, out=_b(d_reads, now))
+            _batch(total, now).baddbmm_(_batch(reads, now).mT, _batch(d_new, now), alpha=-1)
+            torch.bmm(_batch(d_new, now), _batch(states, now).mT, out=_batch(d_reads, now))
         d_reads.neg_()
-        return d_new, d_reads, d_keys, d_decay, _leaving(total, ctx.grid, ctx.given), None
+        d_entering = entering_grad(total, ctx.grid, ctx.given)
+        return d_new, d_reads, d_keys, d_decay, d_entering, None
 
 
-def _b(laid: Tensor, chunks: slice) -> Tensor:
-    """Some chunks' matrices as one batch, a view."""
-    return laid[chunks].flatten(0, 1)
+def carry(write: Tensor, decay: Tensor, states: Tensor, grid: Grid) -> Tensor:
+    """Fill `states`, what enters each chunk `[n, ...]`, from those that enter the first step's."""
+    for _, kept, later in grid.steps():
+        torch.addcmul(write[kept], states[kept], decay[kept], out=states[later])
+    return states
 
 
-def _entering(states: Tensor, entering: Tensor | None, grid: Grid) -> Tensor:
-    """Write the states that enter the first step's chunks."""
+def carry_back(total: Tensor, decay: Tensor, grid: Grid) -> Tensor:
+    """Add to `total`, the gradient of what enters each chunk, the part that comes by what leaves
+    it; the gradient of what leaves it is returned, zero where nothing continues the chunk."""
+    leaving = torch.zeros_like(total)
+    for _, kept, later in reversed(list(grid.steps())):
+        leaving[kept] = total[later]
+        total[kept].addcmul_(decay[kept], total[later])
+    return leaving
+
+
+def entered(states: Tensor, entering: Tensor | None, grid: Grid) -> Tensor:
+    """`states [n, ...]`, empty until now, with those that enter the first step's chunks."""
     states[: grid.widths[0] if grid.widths else 0] = 0
     if entering is not None and grid.first is not None:
         states[grid.first] = entering
     return states
 
 
-def _leaving(total: Tensor, grid: Grid, given: bool) -> Tensor | None:
+def entering_grad(total: Tensor, grid: Grid, given: bool) -> Tensor | None:
     """The gradient of the state that entered the first segment; zeros if that is empty."""
     if not given:
         return None
     return total.new_zeros(total.shape[1:]) if grid.first is None else total[grid.first]
+
+
+def _batch(laid: Tensor, chunks: slice) -> Tensor:
+    """Some chunks' matrices as one batch, a view."""
+    return laid[chunks].flatten(0, 1)

@@ -73,6 +73,12 @@ def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | 
             rows, tokens = _rows(given).shape[:2]
             lengths = (tokens,) * rows
         batch = LongCtxBatch(cut(lengths, ranks=1, layout="contiguous"), 0)
+    held, rows = batch.layout.rows(batch.rank), _rows(given).shape[:2].numel()
+    if held != rows:
+        raise ValueError(
+            f"longctx_batch describes {held} tokens of rank {batch.rank}, but the input has "
+            f"{rows}; pass one row of exactly those tokens"
+        )
     padded = _mask(given) is not None
     if padded or given.get("use_cache") or _cached(given) is not None:
         what = "padding in attention_mask" if padded else "a cache"
@@ -119,6 +125,8 @@ def _cached(given: Mapping[str, Any]) -> Any:
 
 def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Tokens of each packed document; `None` where every row is one."""
+    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+        return None  # the model says so itself
     batch, rows = _rows(given).shape[:2]
     found: dict[str, tuple[int, ...]] = {}
     for name, described in _descriptions(given).items():

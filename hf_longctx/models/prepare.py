@@ -89,24 +89,29 @@ def _refuse_unknown(model: nn.Module, known: list[nn.Module]) -> None:
     Raises:
         ValueError: naming the class and what the config says of it.
     """
-    base = _base(model)
+    base, ids = _base(model), {id(layer) for layer in known}
     config = base.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ()
-    blocks = next(
-        (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == len(kinds)), ()
-    )
+    lists = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == len(kinds))
+    blocks = max(lists, key=lambda blocks: _holds(blocks, ids), default=())  # not those of vision
     unknown = {
         type(block).__name__: f"layer_types {kind!r}"
         for block, kind in zip(blocks, kinds, strict=False)
-        if kind in RECURRENT_LAYERS and not any(m is k for m in block.modules() for k in known)
+        if kind in RECURRENT_LAYERS and not _holds(block, ids)
     }
     if not known and recurrent_family(config) is not None:
-        unknown[type(base).__name__] = recurrent_family(config)
-    for name, found in unknown.items():
+        unknown.setdefault(type(base).__name__, str(recurrent_family(config)))
+    if unknown:
+        named = " and ".join(f"{name} ({found})" for name, found in unknown.items())
         raise ValueError(
-            f"{name} has recurrent layers ({found}) that hf_longctx does not know; train it one "
-            "document at a time, with its own attention"
+            f"{named} has recurrent layers that hf_longctx does not know; train it one document at "
+            "a time, with its own attention"
         )
+
+
+def _holds(module: nn.Module, ids: set[int]) -> int:
+    """How many of some modules lie in one."""
+    return sum(id(part) in ids for part in module.modules())
 
 
 def _block_of(layer: nn.Module, model: nn.Module) -> nn.Module:

@@ -29,9 +29,18 @@ def recurrent_family(config: Any) -> object:
     return f"layer_types {kinds}" if kinds else None
 
 
+def known_recurrent(config: Any) -> object:
+    """What shows recurrent layers of a family that has adapters."""
+    return recurrent_family(config) if _known(config) else None
+
+
 def unknown_recurrent(config: Any) -> object:
-    """What shows recurrent layers of a family that has no adapter."""
-    return None if config.model_type in RECURRENT_FAMILIES else recurrent_family(config)
+    """What shows recurrent layers of a family that has none."""
+    return None if _known(config) else recurrent_family(config)
+
+
+def _known(config: Any) -> bool:
+    return getattr(config, "model_type", None) in RECURRENT_FAMILIES
 
 
 def softmax_alone(config: Any) -> object:

@@ -3,15 +3,15 @@
 Floor: support. The probe finds the values; a rule here says why they are refused.
 """
 
-from .rules import WITH_SDPA, Rule
+from .rules import NAMES, SOFTMAX_NAMES, WITH_SDPA, Rule
 
 
 def _as_found(value: object) -> object:
     return value
 
 
-def _rule(feature: str, rule: str, remedy: str) -> Rule:
-    return Rule(feature, _as_found, rule, remedy)
+def _rule(feature: str, rule: str, remedy: str, *, names: tuple[str, ...] = NAMES) -> Rule:
+    return Rule(feature, _as_found, rule, remedy, names=names)
 
 
 NO_KEYWORDS = _rule(
@@ -49,11 +49,13 @@ IGNORES_POSITIONS = _rule(
     "positions that are not read",
     "a document cut over ranks would be numbered anew on each",
     "use a model that takes position_ids",
+    names=SOFTMAX_NAMES,  # recurrent layers know the order of tokens without positions
 )
 OTHER_POSITIONS = _rule(
     "positions of its own",
     "documents are numbered 0, 1, 2, ..., which would not be what the model was trained with",
     "use a model that numbers tokens so by itself",
+    names=SOFTMAX_NAMES,
 )
 NEIGHBOURS = _rule(
     "terms from neighbours in the batch",

@@ -12,7 +12,7 @@ from .families import (
     LAYERS_WITHOUT_MIXING,
     RECURRENT_LAYERS,
     SOFTMAX_LAYERS,
-    recurrent_family,
+    known_recurrent,
     softmax_alone,
     unknown_recurrent,
 )
@@ -107,7 +107,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "recurrent layers",
-        recurrent_family,
+        known_recurrent,
         "linear-attention and state-space layers would leak across documents and restart at ranks",
         "use attn_implementation='zeco_linear' (with --longctx_softmax for its softmax layers)",
         names=SOFTMAX_NAMES,
@@ -117,7 +117,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         unknown_recurrent,
         "nothing keeps their documents apart",
         "train one document at a time, with its own attention",
-        names=("zeco_linear",),
     ),
     Rule(
         "softmax layers alone",

@@ -6,7 +6,7 @@ Floor: support.
 from .heads import HEAD_RULES
 from .overlap import PINGPONG_RULES
 from .probed import PROBE_RULES
-from .rules import MODEL_RULES, NAMES
+from .rules import MODEL_RULES, NAMES, SOFTMAX_NAMES
 from .training import ARGUMENT_RULES
 from .wrappers import WRAPPER_RULES
 
@@ -15,9 +15,9 @@ def table() -> str:
     """The README's support table, in Markdown."""
     lines = ["| | " + " | ".join(f"`{n}`" for n in NAMES) + " | why not, and what to do |"]
     lines.append("|---|" + "---|" * len(NAMES) + "---|")
+    bidirectional = "bidirectional attention of encoders and embedders, with or without a window"
     works = (
         "causal softmax attention, packed documents",
-        "bidirectional attention of encoders and embedders, with or without a window",
         "grouped and multi-query heads",
         "sliding window, alone or mixed with full layers",
         "softcap, attention sinks, value heads of another size",
@@ -27,6 +27,8 @@ def table() -> str:
         "float32, bf16, float64 on CPU with gloo",
     )
     lines += [f"| {feature} |" + " yes |" * len(NAMES) + " |" for feature in works]
+    softmax_alone = "".join(" yes |" if name in SOFTMAX_NAMES else " - |" for name in NAMES)
+    lines.append(f"| {bidirectional} |{softmax_alone} |")
     rules = (*MODEL_RULES, *PROBE_RULES, *ARGUMENT_RULES, *WRAPPER_RULES)
     for rule in (*rules, *PINGPONG_RULES, *HEAD_RULES):
         cells = "".join(" refused |" if name in rule.names else " yes |" for name in NAMES)

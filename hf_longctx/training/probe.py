@@ -106,8 +106,8 @@ def _probe(model: Any, of: str, name: str) -> None:
         logits = f"{of}'s logits move by {moved:.1g} of the largest with the documents beside"
         raise ValueError(NEIGHBOURS.message(logits))
 
-    if name == "zeco_linear":
-        return  # recurrent layers know the order of tokens without positions
+    if name not in IGNORES_POSITIONS.names:
+        return
     bounds = torch.tensor([0, 3, 5], dtype=torch.int32, device=document.device)
     apart = {**first, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     del apart[KEY]  # it would refuse positions that are not its own

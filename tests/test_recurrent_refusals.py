@@ -1,0 +1,177 @@
+"""What recurrent layers cannot do exactly -> a refusal that names it, never a wrong number."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_recurrent import BOUNDS, IDS, INDEX, LENGTHS, PACKED
+from tiny import positions, tiny
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.qwen3_next import modeling_qwen3_next as home
+
+from hf_longctx import LongCtxTrainer, prepare
+from hf_longctx.attention import linear
+from hf_longctx.data.batch import KEY, LongCtxBatch
+from hf_longctx.models import prepare as preparing
+from hf_longctx.models.adapter import Replacement
+from hf_longctx.plan.layout import cut
+from hf_longctx.support import refuse_ranks
+from hf_longctx.verify.compare import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PADDED = torch.ones_like(IDS)
+PADDED[0, :3] = 0
+CU = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}
+
+
+def hybrid(name: str = "zeco_linear", **changes: Any) -> Any:
+    return tiny(name, family="qwen3_next", dtype=torch.float32, **changes)
+
+
+def batch(*lengths: int, ranks: int = 1) -> LongCtxBatch:
+    return LongCtxBatch(cut(lengths, ranks=ranks, layout="contiguous"), 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"position_ids": PACKED, "attention_mask": PADDED}, "came with padding in attention_mask"),
+        ({**CU, "attention_mask": PADDED}, "came with padding in attention_mask"),
+        ({"position_ids": PACKED, "use_cache": True}, "came with a cache"),
+        ({**CU, "past_key_values": DynamicCache()}, "came with a cache"),
+        ({"seq_idx": INDEX, "cache": DynamicCache()}, "came with a cache"),
+        ({**CU, "position_ids": positions(113)}, "cu_seq_lens_q and position_ids describe differe"),
+        ({"seq_idx": INDEX, "position_ids": positions(113)}, "position_ids and seq_idx describe"),
+        ({"seq_idx": INDEX, "position_ids": positions(3, 110)}, "describe different documents"),
+        ({"cu_seq_lens_q": BOUNDS[:-1]}, "describes rows 0 to 48, but the input has 113 rows"),
+        ({KEY: batch(5, 6)}, "longctx_batch describes 11 tokens of rank 0, but the input has 113"),
+        ({KEY: batch(113, 113, ranks=2)}, "recurrent layers over 2 ranks are not built yet"),
+    ],
+)
+def test_forwards_are_refused_by_name(given, message):
+    model = prepare(hybrid())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model(input_ids=IDS, **given)
+
+
+@pytest.mark.parametrize("given", [{"position_ids": PACKED}, CU, {KEY: batch(*LENGTHS)}], ids=str)
+def test_a_model_that_was_not_prepared_is_refused_at_its_softmax_layers(given):
+    model = tiny("zeco_linear", family="minimax")  # takes any of them without a word
+    with pytest.raises(ValueError, match=re.escape("call hf_longctx.prepare(model) once")):
+        model(input_ids=IDS, use_cache=False, **given)
+    model(input_ids=IDS, use_cache=False)
+
+
+def test_unknown_recurrent_layers_are_refused_by_class():
+    config = AutoConfig.for_model(
+        "recurrent_gemma", hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=2, lru_width=32, vocab_size=64,
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match="RecurrentGemmaDecoderLayer .* has recurrent layers that h"
+    ):
+        prepare(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_layer_type_without_a_known_layer_is_refused_by_class(monkeypatch):
+    model = hybrid()
+    model.model.layers[1].linear_attn = nn.Linear(2, 2)
+    with pytest.raises(
+        ValueError, match="Qwen3NextDecoderLayer .layer_types 'linear_attention'. has"
+    ):
+        prepare(model)
+    monkeypatch.setattr(preparing, "ADAPTERS", ())
+    with pytest.raises(
+        ValueError, match="Qwen3NextDecoderLayer .* and Qwen3NextForCausalLM .*model_type=qwen3"
+    ):
+        prepare(hybrid())
+
+
+def test_functions_with_other_arguments_are_refused_with_the_version_known(monkeypatch):
+    def changed(query, key, value, gate):
+        """Not what is known."""
+
+    monkeypatch.setattr(home, "torch_chunk_gated_delta_rule", changed)
+    with pytest.raises(ValueError, match=r"has parameters \(query key value gate\), but .* 5.24"):
+        prepare(hybrid())
+    monkeypatch.delattr(home, "torch_chunk_gated_delta_rule")
+    with pytest.raises(ValueError, match=r"has parameters \(no such function\), but .* 5.24"):
+        prepare(hybrid())
+
+
+def test_a_layer_with_another_forward_is_refused(monkeypatch):
+    (adapter,) = (a for a in preparing.ADAPTERS if a.layer == "LightningAttention")
+    other = Replacement(adapter.forward.function, "hidden_states gate")
+    monkeypatch.setattr(preparing, "ADAPTERS", (replace(adapter, forward=other),))
+    with pytest.raises(ValueError, match="MiniMaxLightningAttention has parameters .* 5.24"):
+        prepare(tiny("zeco_linear", family="minimax"))
+
+
+def test_a_layer_that_bypasses_our_functions_is_refused(monkeypatch):
+    model = prepare(hybrid())
+    stock = home.causal_conv1d_fn.hf_longctx_original
+    monkeypatch.setattr(home, "causal_conv1d_fn", stock)
+    with pytest.raises(ValueError, match="called .'gated delta rule'. of hf_longctx where"):
+        model(input_ids=IDS, position_ids=PACKED)
+
+
+def test_a_forward_that_is_no_method_is_refused():
+    model = hybrid()
+    model.forward = functools.partial(model.forward)
+    with pytest.raises(ValueError, match="forward of Qwen3NextForCausalLM was replaced by a part"):
+        prepare(model)
+
+
+def test_a_batch_that_is_lost_on_its_way_is_no_plain_forward():
+    model = prepare(hybrid())
+    layer = model.model.layers[0]
+    inner = type(layer).forward
+    layer.forward = lambda *args, **kwargs: inner(layer, *args, **{**kwargs, KEY: None})
+    with pytest.raises(AssertionError, match="longctx_batch was lost on its way to Qwen3NextGated"):
+        model(input_ids=IDS, position_ids=PACKED)
+
+
+def test_rows_that_no_kernel_takes_are_refused():
+    rows = torch.zeros(6, 2, device="meta")
+    with pytest.raises(ValueError, match="on meta: only the CPU kernels are built yet"):
+        linear.convolve(batch(6), nn.Identity(), rows, rows)
+    with pytest.raises(ValueError, match="on meta: only the CPU kernels are built yet"):
+        linear.recurrent("", batch(6), nn.Identity(), rows, rows, rows, rows)
+
+
+def test_ranks_are_refused_by_name(tmp_path):
+    refuse_ranks("zeco_linear", ranks=1)
+    refuse_ranks("distca", ranks=2)
+    for ranks in (2, 3):
+        with pytest.raises(ValueError, match=f"'zeco_linear' over {ranks} ranks is not built yet"):
+            verify(model="tests/configs/tiny_lfm2.json", name="zeco_linear", ranks=ranks)
+
+
+def test_a_trainer_refuses_softmax_models_under_the_name(tmp_path):
+    from train_cases import Case, arguments
+
+    with pytest.raises(
+        ValueError, match="softmax layers alone: model_type=llama: .* use distca or"
+    ):
+        LongCtxTrainer(
+            model=tiny("zeco_linear", dtype=torch.float32),
+            args=arguments(Case(lengths=(9,)), tmp_path),
+            train_dataset=[{"input_ids": [1, 2, 3]}],
+        )
+
+
+def test_states_are_not_multiplied_in_bf16_under_autocast():
+    q, k, v = torch.randn(3, 70, 2, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    decay = -torch.rand(70, 2)
+    given = ("", batch(70), nn.Identity(), q, k, v, decay, decay.exp())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(q[0] @ k[0].T, (q[0].double() @ k[0].T.double()).float())
+        found = linear.recurrent(*given)
+    assert torch.equal(found, linear.recurrent(*given))
