@@ -65,14 +65,13 @@ def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | 
             the rows.
     """
     batch: LongCtxBatch | None = given.get(KEY)
+    lengths = _documents(given) if batch is None else None
+    packed = batch is not None or lengths is not None
+    if not packed and plain:
+        return None
     if batch is None:
-        lengths = _documents(given)
-        if lengths is None and plain:
-            return None
-        if lengths is None:
-            rows, tokens = _rows(given).shape[:2]
-            lengths = (tokens,) * rows
-        batch = LongCtxBatch(cut(lengths, ranks=1, layout="contiguous"), 0)
+        each = (_rows(given).shape[1],) * len(_rows(given))
+        batch = LongCtxBatch(cut(lengths or each, ranks=1, layout="contiguous"), 0)
     held, rows = batch.layout.rows(batch.rank), _rows(given).shape[:2].numel()
     if held != rows:
         raise ValueError(
@@ -82,12 +81,11 @@ def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | 
     padded = _mask(given) is not None
     if padded or given.get("use_cache") or _cached(given) is not None:
         what = "padding in attention_mask" if padded else "a cache"
-        why = "knows nothing of their boundaries"
-        if not plain:
-            why = "has no kernels for a CPU that could go on from it"
+        why = f"packed documents came with {what}, which knows nothing of their boundaries"
+        if not packed:
+            why = f"{what} reached layers whose kernels need a GPU; on a CPU each row starts anew"
         raise ValueError(
-            f"packed documents came with {what}, which knows nothing of their boundaries; leave "
-            "out attention_mask and the padding, and set use_cache=False"
+            f"{why}; leave out attention_mask and the padding, and set use_cache=False"
         )
     return batch
 

@@ -1,4 +1,4 @@
-"""Norms, activations and losses of flash-linear-attention -> torch's, where their tensors are on a CPU.
+"""Norms, activations and losses of flash-linear-attention -> torch's, where tensors are on a CPU.
 
 Floor: models. The library has Triton kernels alone, which need a GPU; on one they run as before.
 """
@@ -89,9 +89,7 @@ def linear_cross_entropy(
 
 def _token_loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(
-        logits.to(wide), target, ignore_index=ignore_index, reduction=reduction
-    )
+    return F.cross_entropy(logits.to(wide), target, ignore_index=ignore_index, reduction=reduction)
 
 
 # By module and name; each looks these up at its call.

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
+from ..support.rules import FLA_PARTS, refuse
 from . import fla, gated_delta, kimi_delta, lightning, short_conv
 from .adapter import Adapter
 from .blocks import carry
@@ -46,6 +47,8 @@ def prepare(model: Model) -> Model:
     """
     layers = recurrent_layers(model)
     _refuse_unknown(model, [layer for layer, _ in layers])
+    if layers:
+        refuse((FLA_PARTS,), _base(model).config)
     for layer, adapter in layers:
         home = adapter.home(layer)
         assert home is not None

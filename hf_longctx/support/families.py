@@ -5,7 +5,9 @@ Floor: support.
 
 from typing import Any
 
-# Families whose recurrent layers `models` adapts, by the model_type of their text config.
+# Families whose recurrent layers `models` adapts, by the model_type of their text config: those of
+# flash-linear-attention, and those of Transformers.
+FLA_FAMILIES = ("gla", "retnet", "delta_net", "gated_deltanet", "kda")
 RECURRENT_FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax",
     "lfm2",
@@ -13,6 +15,10 @@ RECURRENT_FAMILIES = (
 _OTHERS = (  # families without `layer_types`, or with such alone as look like others
     "mamba", "mamba2", "falcon_mamba", "xlstm", "rwkv", "bamba", "falcon_h1", "granitemoehybrid",
     "nemotron_h", "jamba", "lfm2_moe", "zamba", "zamba2", "recurrent_gemma",
+    # those of flash-linear-attention that have no adapter
+    "abc", "comba", "gated_deltaproduct", "gsa", "hgrn", "hgrn2", "lightnet", "linear_attn",
+    "log_linear_mamba2", "mamba3", "mesa_net", "mom", "precond_gated_deltanet", "precond_kda",
+    "raven", "rodimus", "rwkv6", "rwkv7", "samba", "yoco",
 )  # fmt: skip
 SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
 MIXED_LAYERS = {"hybrid", "hybrid_sliding"}  # a softmax and a recurrent part in one layer
@@ -23,7 +29,7 @@ LAYERS_WITHOUT_MIXING = {"mlp", "moe"}
 def recurrent_family(config: Any) -> object:
     """What in a text config shows recurrent layers; `None` where it has none."""
     family = getattr(config, "model_type", None)
-    if family in (*RECURRENT_FAMILIES, *_OTHERS):
+    if _known(config) or family in _OTHERS:
         return f"model_type={family}"
     kinds = sorted(RECURRENT_LAYERS & {*(getattr(config, "layer_types", None) or ())})
     return f"layer_types {kinds}" if kinds else None
@@ -40,7 +46,7 @@ def unknown_recurrent(config: Any) -> object:
 
 
 def _known(config: Any) -> bool:
-    return getattr(config, "model_type", None) in RECURRENT_FAMILIES
+    return getattr(config, "model_type", None) in (*RECURRENT_FAMILIES, *FLA_FAMILIES)
 
 
 def softmax_alone(config: Any) -> object:
