@@ -22,7 +22,6 @@ _UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
     "longctx_balance": ("none", "tokens"),
     "longctx_overflow": ("error", "split", "truncate"),
     "longctx_server_devices": (None, "cpu"),
-    "longctx_scan": ("auto",),
     "longctx_verify": ("off",),
 }
 
@@ -105,7 +104,10 @@ class LongCtxArguments:
         "and ring and charm none.",
     )
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
-        "auto", "Scan of linear-attention states. Only auto is built yet."
+        "auto",
+        "How states of recurrent layers pass from rank to rank (zeco_linear): chain passes one on, "
+        "in pieces; tree takes as many steps as the ranks have binary digits; allgather sends all "
+        "to all. auto: what is predicted to be fastest.",
     )
     longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
         "distca", "How softmax layers run across ranks under zeco_linear."

@@ -20,6 +20,7 @@ VERIFIED = (
     "longctx_topology",
     "longctx_ulysses_size",
     "longctx_softmax",
+    "longctx_scan",
 )
 
 

@@ -376,13 +376,20 @@ def test_head_groups_count_their_share() -> None:
     assert widths.row("kv") == 4 * (16 + 8) * 2
     assert widths.row("kv", heads=(1, 1)) * 4 == widths.row("kv")
     assert widths.row("grad", heads=(0, 2)) * 2 == widths.row("grad") == 8 * (8 * 2 * 2 + 4)
-    assert widths.row("state") == 8 * 6 * 4
+    assert widths.row("state") == 8 * 8 * 4  # of its six rows each
+    assert widths.row("matrix") == 4 * 6 * 4
 
 
 def test_lock_step_runs_programs_without_attention() -> None:
-    chain = [scan.program(rank=r, cut=[True, False, True], heads=2, pieces=2) for r in range(3)]
+    held, state = cut([9], ranks=3, layout="contiguous"), scan.State(4, "row")
+    chain = {
+        r: made
+        for r in range(3)
+        if (made := scan.program(held, rank=r, state=state, schedule="chain", pieces=2))
+    }
+    assert len(chain) == 3
     for backward in (False, True):
-        lock_step(dict(enumerate(chain)), backward=backward)
+        lock_step(chain, backward=backward)
     lone = {0: chain[0], 1: chain[1]}
     with pytest.raises(PlanError, match="sent but never received"):
         lock_step(lone, backward=False)

@@ -21,8 +21,6 @@ from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.models import prepare as preparing
 from hf_longctx.models.adapter import Replacement
 from hf_longctx.plan.layout import cut
-from hf_longctx.support import refuse_ranks
-from hf_longctx.verify.compare import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -144,14 +142,6 @@ def test_rows_that_no_kernel_takes_are_refused():
         linear.convolve(batch(6), nn.Identity(), rows, rows)
     with pytest.raises(ValueError, match="on meta: only the CPU kernels are built yet"):
         linear.recurrent("", batch(6), nn.Identity(), rows, rows, rows, rows)
-
-
-def test_ranks_are_refused_by_name(tmp_path):
-    refuse_ranks("zeco_linear", ranks=1)
-    refuse_ranks("distca", ranks=2)
-    for ranks in (2, 3):
-        with pytest.raises(ValueError, match=f"'zeco_linear' over {ranks} ranks is not built yet"):
-            verify(model="tests/configs/tiny_lfm2.json", name="zeco_linear", ranks=ranks)
 
 
 def test_a_trainer_refuses_softmax_models_under_the_name(tmp_path):

@@ -1,310 +1,301 @@
-"""The chain scan on the attention executor: scalar-decay states over ranks, exact both ways.
-
-The layer is `S_t = a_t S_{t-1} + k_t^T v_t`, `o_t = q_t S_t`; a document starts from state zero.
-Letters: T tokens, H heads, D head size, R ranks.
-"""
+"""Scan and halo programs: exact at any number of ranks, broken at documents, one state per rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
-import torch
-from helpers import examples, lock_step, whole
+from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from hf_longctx.comm.channels import Hub
-from hf_longctx.plan import scan
-from hf_longctx.plan.check import lock_step as checked
-from hf_longctx.plan.count import Widths, sent
-from hf_longctx.plan.program import Fold, Post, Wait
-from hf_longctx.runtime.executor import Execution, Fields
+from hf_longctx.plan import halo, scan
+from hf_longctx.plan.check import PlanError, lock_step
+from hf_longctx.plan.check_states import check_states
+from hf_longctx.plan.count import Widths, message_peak_bytes, peak_bytes, sent
+from hf_longctx.plan.layout import Layout, cut
+from hf_longctx.plan.program import Fold, Op, Phases, Post, Program, Wait
+from hf_longctx.plan.scan import DECAYS, SCHEDULES, State
+from hf_longctx.plan.schedule import Link, Sizes, chosen, cuts, longest_chain
 
-HEADS, DIM = 2, 3
-WIDTHS = Widths(
-    heads=HEADS,
-    kv_heads=HEADS,
-    head_dim=DIM,
-    value_dim=DIM,
-    state=DIM * DIM,
-    itemsize=8,
-    wide_itemsize=8,
-)
-every_cut = pytest.mark.parametrize("ranks", [1, 2, 3, 4], ids="ranks{}".format)
-every_piece = pytest.mark.parametrize("pieces", [1, 2], ids="pieces{}".format)
+WIDTHS = Widths(heads=4, kv_heads=4, head_dim=5, value_dim=3, state=2, itemsize=4)
+ROWS = State(2, "row")
+STATE, FACTORS = WIDTHS.row("state") * 2, WIDTHS.row("decay") * 2  # bytes of S, and of M
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+every_direction = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 
 
-def recur(
-    inputs: Sequence[Tensor], *, starts: Sequence[bool], state_HDD: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Token by token: outputs `[T, H, D]` and the state that leaves. Inputs as in `Shard`."""
-    q_THD, k_THD, v_THD, a_TH = inputs
-    outs = []
-    for t, start in enumerate(starts):
-        if start:
-            state_HDD = torch.zeros_like(state_HDD)
-        state_HDD = a_TH[t, :, None, None] * state_HDD + k_THD[t, :, :, None] * v_THD[t, :, None]
-        outs.append(torch.einsum("hd,hde->he", q_THD[t], state_HDD))
-    return torch.stack(outs) if outs else v_THD.new_zeros(v_THD.shape), state_HDD
+def contiguous(lengths: Sequence[int], *, ranks: int) -> Layout:
+    return cut(lengths, ranks=ranks, layout="contiguous")
 
 
-@dataclass(slots=True)
-class Shard:
-    """One rank's tokens, and the layer's own steps of the scan on them.
-
-    Args:
-        inputs (`list[Tensor]`): q, k, v `[T, H, D]` and a `[T, H]`, leaves.
-        grad_out (`Tensor`): `[T, H, D]`.
-        starts (`list[bool]`): For each token, whether a document starts with it.
-    """
-
-    inputs: list[Tensor]
-    grad_out: Tensor
-    starts: list[bool]
-    run: Execution | None = None
-    outs: tuple[Tensor, Tensor] | None = None  # outputs and leaving state, of a known entering one
-    entering: Tensor | None = None
-    grads: tuple[Tensor, ...] = ()
-
-    @property
-    def continues(self) -> bool:
-        """Whether the entering state reaches the leaving one."""
-        return not any(self.starts)
-
-    def step(self, step: int, into: Fields) -> None:
-        """What the executor calls at each `Local`."""
-        actions: dict[int, Callable[[Fields], None]] = {
-            scan.SUMMARY: self._summary,
-            scan.EMIT: self._emit,
-            scan.GRAD_SUMMARY: self._grad_summary,
-            scan.GRAD_EMIT: self._grad_emit,
-        }
-        actions[step](into)
-
-    def _decay(self) -> Tensor:
-        """M: `[1, H, 1]`, zero where a document starts in the shard."""
-        decay = self.inputs[3].detach().prod(0)[None, :, None]
-        return decay if self.continues else torch.zeros_like(decay)
-
-    def _fill_decay(self) -> None:
-        assert self.run is not None
-        self.run.fields(scan.M_)["decay"].copy_(self._decay())
-
-    def _summary(self, into: Fields) -> None:
-        zero = torch.zeros(HEADS, DIM, DIM, dtype=torch.float64)
-        with torch.no_grad():
-            _, end = recur(self.inputs, starts=self.starts, state_HDD=zero)
-        into["state"].copy_(end.reshape(1, HEADS, -1))
-        self._fill_decay()
-
-    def _emit(self, into: Fields) -> None:
-        self.entering = into["state"].reshape(HEADS, DIM, DIM).clone().requires_grad_()
-        self.outs = recur(self.inputs, starts=self.starts, state_HDD=self.entering)
-
-    def _pull(self, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        assert self.entering is not None
-        leaves = [*self.inputs, self.entering]
-        found = torch.autograd.grad(
-            [x for x in outputs if x.requires_grad],
-            leaves,
-            [g for x, g in zip(outputs, grads, strict=True) if x.requires_grad],
-            retain_graph=True,
-            allow_unused=True,
-        )
-        return tuple(
-            torch.zeros_like(leaf) if grad is None else grad
-            for leaf, grad in zip(leaves, found, strict=True)
-        )
-
-    def _grad_summary(self, into: Fields) -> None:
-        assert self.outs is not None
-        into["state"].copy_(self._pull(self.outs[:1], [self.grad_out])[-1].reshape(1, HEADS, -1))
-        self._fill_decay()
-
-    def _grad_emit(self, into: Fields) -> None:
-        assert self.outs is not None
-        leaving = into["state"].reshape(HEADS, DIM, DIM)
-        self.grads = self._pull(self.outs, [self.grad_out, leaving])[:-1]
+def programs(make: Callable[[int], Program | None], *, ranks: int) -> dict[int, Program]:
+    return {rank: made for rank in range(ranks) if (made := make(rank))}
 
 
-def batch(tokens: int, *, seed: int = 0) -> tuple[list[Tensor], Tensor]:
-    """q, k, v, a with slow decay, which would show a leak, and the gradient of the output."""
-    noise = torch.Generator().manual_seed(seed)
-    q, k, v, grad = (
-        torch.randn(tokens, HEADS, DIM, dtype=torch.float64, generator=noise) for _ in range(4)
-    )
-    a = 1 - 0.05 * torch.rand(tokens, HEADS, dtype=torch.float64, generator=noise)
-    return [q, k, v, a], grad
+def scans(
+    layout: Layout, schedule: str, *, pieces: int = 1, state: State = ROWS
+) -> dict[int, Program]:
+    def make(rank: int) -> Program | None:
+        return scan.program(layout, rank=rank, state=state, schedule=schedule, pieces=pieces)
+
+    return programs(make, ranks=layout.ranks)
 
 
-def reference(
-    inputs: Sequence[Tensor], grad_out: Tensor, lengths: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """Output and gradients of q, k, v, a: each document alone, from a zero state."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    zero = torch.zeros(HEADS, DIM, DIM, dtype=torch.float64)
-    outs = [
-        recur([x[start:stop] for x in leaves], starts=[False] * (stop - start), state_HDD=zero)[0]
-        for start, stop in pairwise([0, *accumulate(lengths)])
-    ]
-    out = torch.cat(outs)
-    out.backward(grad_out)
-    return out.detach(), *(x.grad for x in leaves if x.grad is not None)
+def uneven(lengths: Sequence[int], edges: Sequence[int]) -> Layout:
+    """Rank r holds tokens `[edges[r], edges[r + 1])` of the documents laid end to end."""
+    columns, bounds = [], [0, *np.cumsum(lengths).tolist()]
+    for rank, (low, high) in enumerate(pairwise(edges)):
+        row = 0
+        for document, (start, stop) in enumerate(pairwise(bounds)):
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                columns.append((rank, row, document, first - start, last - start))
+                row += last - first
+    table = np.asarray(columns, np.int32).reshape(-1, 5)
+    return Layout(np.asarray(lengths, np.int32), len(edges) - 1, table)
 
 
-def scanned(
-    inputs: Sequence[Tensor],
-    grad_out: Tensor,
-    starts: Sequence[bool],
-    edges: Sequence[int],
-    *,
-    pieces: int = 1,
-    seed: int = 0,
-) -> tuple[Tensor, ...]:
-    """The same over ranks that hold tokens `[edges[r], edges[r + 1])`."""
-    spans = list(pairwise(edges))
-    shards = [
-        Shard(
-            [x[start:stop].clone().requires_grad_() for x in inputs],
-            grad_out[start:stop],
-            list(starts[start:stop]),
-        )
-        for start, stop in spans
-    ]
-    cut = [not shard.continues for shard in shards]
-    programs = [
-        scan.program(rank=r, cut=cut, heads=HEADS, pieces=pieces) for r in range(len(spans))
-    ]
-    channels = Hub(len(spans)).channels()
-    for backward in (False, True):
-        for shard, program, channel in zip(shards, programs, channels, strict=True):
-            shard.run = Execution(
-                program,
-                widths=WIDTHS,
-                dtype=torch.float64,
-                backward=backward,
-                channel=channel,
-                local=shard.step,
-            )
-        lock_step([whole(shard.run) for shard in shards if shard.run], seed=seed)
-    for program, channel in zip(programs, channels, strict=True):
-        planned = sent(program, WIDTHS, backward=False) + sent(program, WIDTHS, backward=True)
-        assert channel.sent == planned
-    outs = torch.cat([shard.outs[0].detach() for shard in shards if shard.outs])
-    return outs, *(torch.cat(parts) for parts in zip(*(s.grads for s in shards), strict=True))
-
-
-def even(tokens: int, ranks: int) -> list[int]:
-    return [tokens * rank // ranks for rank in range(ranks + 1)]
-
-
-def first_tokens(lengths: Sequence[int]) -> list[bool]:
-    return [at == 0 for n in lengths for at in range(n)]
-
-
-def error(ours: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    assert len(ours) == len(right) == 5
-    return max(float((a - b).abs().max()) for a, b in zip(ours, right, strict=True))
-
-
-@every_cut
-@every_piece
-@pytest.mark.parametrize(
-    "lengths",
-    [[24], [5, 19], [12, 12], [6, 6, 6, 6], [11, 1, 12], [13, 11], [1, 1, 20, 2]],
-    ids=str,
-)
-def test_outputs_and_gradients_of_documents(ranks: int, pieces: int, lengths: list[int]) -> None:
-    inputs, grad_out = batch(24)
-    ours = scanned(inputs, grad_out, first_tokens(lengths), even(24, ranks), pieces=pieces)
-    assert error(ours, reference(inputs, grad_out, lengths)) < 1e-12
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Documents of all lengths over up to nine ranks, whose shards may be empty."""
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))
+    inner = draw(st.lists(st.integers(0, sum(lengths)), max_size=8))
+    return uneven(lengths, [0, *sorted(inner), sum(lengths)])
 
 
 @given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
-    ranks=st.integers(1, 4),
-    pieces=st.sampled_from([1, 2]),
-    seed=st.integers(0, 1000),
-    data=st.data(),
+    layout=layouts(),
+    schedule=st.sampled_from(SCHEDULES),
+    decay=st.sampled_from(sorted(DECAYS)),
+    pieces=st.integers(1, 4),
 )
-@examples(30)
-def test_uneven_shards_in_any_order_of_arrival(
-    lengths: list[int], ranks: int, pieces: int, seed: int, data: st.DataObject
+@examples(150)
+def test_every_state_is_composed_of_the_ranks_before(
+    layout: Layout, schedule: str, decay: str, pieces: int
 ) -> None:
-    tokens = sum(lengths)
-    inner = data.draw(st.lists(st.integers(1, tokens), min_size=ranks - 1, max_size=ranks - 1))
-    edges = [0, *sorted(inner), tokens]
-    inputs, grad_out = batch(tokens, seed=seed)
-    ours = scanned(inputs, grad_out, first_tokens(lengths), edges, pieces=pieces, seed=seed)
-    assert error(ours, reference(inputs, grad_out, lengths)) < 1e-12
+    count = pieces if schedule == "chain" else 1
+    made = scans(layout, schedule, pieces=count, state=State(2, decay))
+    spanning = {s.rank for of in layout.by_document.values() if len(of) > 1 for s in of}
+    assert set(made) == spanning
+    check_states(layout, made)
 
 
-def test_b42_documents_neither_leak_nor_restart_at_a_rank_edge() -> None:
-    lengths = [37, 51, 40]
-    inputs, grad_out = batch(128)
-    right = reference(inputs, grad_out, lengths)
-    starts = first_tokens(lengths)
-    assert error(scanned(inputs, grad_out, starts, even(128, 2)), right) < 1e-12
-    runs_on = [True, *[False] * 127]
-    assert error(scanned(inputs, grad_out, runs_on, even(128, 2)), right) > 0.1
-    restarts = [start or at == 64 for at, start in enumerate(starts)]
-    assert error(scanned(inputs, grad_out, restarts, even(128, 2)), right) > 0.1
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "pieces"),
+    [("chain", 1024, 2), ("tree", 1024, 1), ("serial", 1024, 1), ("allgather", 96, 1)],
+)
+def test_many_ranks(schedule: str, ranks: int, pieces: int) -> None:
+    layout = contiguous([2, 3 * ranks - 2], ranks=ranks)
+    assert longest_chain(layout) == ranks
+    check_states(layout, scans(layout, schedule, pieces=pieces, state=State(1, "head")))
 
 
-@every_piece
-def test_b44_the_state_gradient_returns_to_the_first_shard(pieces: int) -> None:
-    inputs, grad_out = batch(8)
-    grad_out[:4] = 0.0
-    ours = scanned(inputs, grad_out, first_tokens([8]), even(8, 2), pieces=pieces)
-    right = reference(inputs, grad_out, [8])
-    assert error(ours, right) < 1e-12
-    _, dq, dk, dv, da = ours
-    assert dq[:4].abs().max() == 0
-    assert min(x[:4].abs().max() for x in (dk, dv, da)) > 0.1
+Change = Callable[[list[Op]], list[Op]]
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@every_piece
-def test_a_rank_where_a_document_starts_sends_before_it_waits(pieces: int, backward: bool) -> None:
-    program = scan.program(rank=1, cut=[True, True, False], heads=HEADS, pieces=pieces)
-    (ops,) = program.backward if backward else program.forward
+def swapped(ops: list[Op]) -> list[Op]:
+    """The two last folds, the other way round."""
+    folds = [at for at, op in enumerate(ops) if isinstance(op, Fold)]
+    ops[folds[-1]], ops[folds[-2]] = ops[folds[-2]], ops[folds[-1]]
+    return ops
+
+
+def twice(ops: list[Op]) -> list[Op]:
+    """The last fold done again."""
+    return [*ops, next(op for op in ops[::-1] if isinstance(op, Fold))]
+
+
+def without(ops: list[Op]) -> list[Op]:
+    """The last fold left out."""
+    last = max(at for at, op in enumerate(ops) if isinstance(op, Fold))
+    return ops[:last] + ops[last + 1 :]
+
+
+@pytest.mark.parametrize("change", [swapped, twice, without])
+@pytest.mark.parametrize("schedule", ["allgather", "tree"])
+def test_the_checker_finds_states_out_of_order_twice_or_missing(
+    schedule: str, change: Change
+) -> None:
+    layout = contiguous([24], ranks=6)
+    made = scans(layout, schedule)
+    forward: Phases = (tuple(change(list(made[5].forward[0]))),)
+    kinds = zip(made[5].kinds, made[5].rows, strict=True)
+    made[5] = Program.build(arrays=list(kinds), held=(), forward=forward, backward=made[5].backward)
+    with pytest.raises(PlanError, match="rank 5: the entering state is not composed of"):
+        check_states(layout, made)
+
+
+def test_the_checker_finds_a_rank_without_a_program_and_a_sum_in_place_of_a_map() -> None:
+    layout = contiguous([12], ranks=3)
+    made = scans(layout, "chain")
+    with pytest.raises(PlanError, match="no progress: rank 1 waits for 0"):
+        check_states(layout, {1: made[1], 2: made[2]})
+    with pytest.raises(PlanError, match="rank 0 shares a document"):
+        check_states(layout, {})
+    columns = made[1].ops.copy()
+    columns[columns[:, 2] == 4, 3] = 1
+    made[1] = replace(made[1], ops=columns)
+    with pytest.raises(PlanError, match="rank 1: sum makes"):
+        check_states(layout, made)
+
+
+@every_direction
+@pytest.mark.parametrize("ranks", [3, 8, 64, 1024], ids="ranks{}".format)
+def test_a_chain_sends_one_state_per_pass_and_holds_one_whatever_the_ranks(
+    ranks: int, backward: bool
+) -> None:
+    layout = contiguous([4 * ranks], ranks=ranks)
+    for pieces in (1, 4):
+        for rank in (0, ranks // 2, ranks - 1):
+            made = scan.program(layout, rank=rank, state=ROWS, schedule="chain", pieces=pieces)
+            assert made is not None
+            ends = rank == (0 if backward else ranks - 1)
+            way = -1 if backward else 1
+            expected = {} if ends else {rank + way: STATE}
+            assert sent(made, WIDTHS, backward=backward) == expected
+            through = 0 < rank < ranks - 1
+            assert peak_bytes(made, WIDTHS, backward=backward) == (STATE if through else 0)
+            messages = message_peak_bytes(made, WIDTHS, backward=backward)
+            assert messages <= (2 * STATE if through else STATE)
+
+
+@every_direction
+def test_a_tree_sends_one_window_per_step_and_holds_two(backward: bool) -> None:
+    peaks = set()
+    for ranks in (16, 256):
+        layout = contiguous([4 * ranks], ranks=ranks)
+        made = scan.program(layout, rank=ranks // 2, state=ROWS, schedule="tree")
+        assert made is not None
+        steps = ranks.bit_length() - 2  # half of the ranks lie ahead
+        total = sum(sent(made, WIDTHS, backward=backward).values())
+        assert steps * (STATE + FACTORS) <= total <= (steps + 1) * (STATE + FACTORS)
+        peaks.add(peak_bytes(made, WIDTHS, backward=backward))
+    assert len(peaks) == 1 and peaks <= {2 * STATE + 3 * FACTORS}
+
+
+def test_an_allgather_sends_every_pair_to_every_later_rank() -> None:
+    layout = contiguous([32], ranks=8)
+    made = scans(layout, "allgather")
+    assert sent(made[0], WIDTHS, backward=False) == {peer: STATE for peer in range(1, 8)}
+    both = STATE + FACTORS
+    assert sent(made[3], WIDTHS, backward=False) == {peer: both for peer in range(4, 8)}
+    assert sent(made[3], WIDTHS, backward=True) == {peer: both for peer in range(3)}
+
+
+@every_schedule
+def test_b42_ranks_without_a_common_document_exchange_nothing(schedule: str) -> None:
+    assert not scans(contiguous([6] * 8, ranks=8), schedule)
+    made = scans(contiguous([6, 6, 12, 6, 18, 6], ranks=9), schedule)
+    assert sorted(made) == [2, 3, 5, 6, 7]
+
+
+@every_schedule
+@every_direction
+def test_a_rank_where_a_document_starts_sends_before_it_waits(
+    schedule: str, backward: bool
+) -> None:
+    layout = contiguous([9, 9], ranks=3)
+    if schedule == "serial":
+        return  # which waits by definition
+    made = scan.program(layout, rank=1, state=ROWS, schedule=schedule)
+    assert made is not None
+    (ops,) = made.backward if backward else made.forward
     sends = [at for at, op in enumerate(ops) if isinstance(op, Post) and op.sends]
     waits = [at for at, op in enumerate(ops) if isinstance(op, Wait)]
-    assert len(sends) == pieces and max(sends) < min(waits)
-    assert {op.how for op in ops if isinstance(op, Fold)} == {"cat"}
+    assert sends and max(sends) < min(waits)
+    assert not any(isinstance(op, Fold) and op.how == "affine" for op in ops)
 
 
-@every_piece
-def test_a_rank_inside_a_document_forwards_piece_by_piece(pieces: int) -> None:
-    program = scan.program(rank=1, cut=[True, False, False], heads=HEADS, pieces=pieces)
-    (ops,) = program.forward
+@pytest.mark.parametrize("pieces", [1, 2, 4], ids="pieces{}".format)
+def test_a_rank_inside_a_document_passes_on_piece_by_piece(pieces: int) -> None:
+    layout = contiguous([9], ranks=3)
+    made = scan.program(layout, rank=1, state=ROWS, schedule="chain", pieces=pieces)
+    assert made is not None
     kinds = [
         "send" if isinstance(op, Post) and op.sends else "wait" if isinstance(op, Wait) else None
-        for op in ops
+        for op in made.forward[0]
     ]
     assert [kind for kind in kinds if kind][: 2 * pieces] == ["wait", "send"] * pieces
-    state = DIM * DIM * HEADS * 8
-    assert sent(program, WIDTHS, backward=False) == {2: state}
-    assert sent(program, WIDTHS, backward=True) == {0: state}
 
 
-@every_piece
-def test_messages_match_at_any_number_of_ranks(pieces: int) -> None:
-    for ranks in (1, 2, 5, 32):
-        cut = [rank % 3 == 0 for rank in range(ranks)]
-        programs = {
-            rank: scan.program(rank=rank, cut=cut, heads=4, pieces=2 * pieces)
-            for rank in range(ranks)
-        }
-        for backward in (False, True):
-            checked(programs, backward=backward)
+def test_what_cannot_be_scanned_is_refused() -> None:
+    layout = contiguous([8], ranks=2)
+    with pytest.raises(ValueError, match="longctx_scan='ring' is not built yet; use one of"):
+        scan.program(layout, rank=0, state=ROWS, schedule="ring")
+    with pytest.raises(ValueError, match="pieces=2 of 'tree': only a chain is cut"):
+        scan.program(layout, rank=0, state=ROWS, schedule="tree", pieces=2)
+    other = cut([40, 5, 3], ranks=4, layout="zigzag")
+    with pytest.raises(ValueError, match="use longctx_layout=contiguous"):
+        scan.program(other, rank=0, state=ROWS, schedule="chain")
 
 
-@pytest.mark.parametrize("pieces", [0, 3])
-def test_pieces_must_divide_the_heads(pieces: int) -> None:
-    with pytest.raises(ValueError, match=f"pieces={pieces} must divide heads=4; use a divisor"):
-        scan.program(rank=0, cut=[True], heads=4, pieces=pieces)
+@given(layout=layouts(), width=st.integers(1, 9))
+@examples(150)
+def test_halos_hold_the_rows_before_of_the_same_document(layout: Layout, width: int) -> None:
+    made = programs(lambda r: halo.program(layout, rank=r, width=width), ranks=layout.ranks)
+    flat = [layout.flat_rows(rank) for rank in range(layout.ranks)]
+    begins = np.cumsum(layout.lengths) - layout.lengths
+    there = {r.rank: r for r in lock_step(made, backward=False)}
+    back = {r.rank: r for r in lock_step(made, backward=True)}
+    rows = {  # what each token's row holds, and what comes back to it
+        token: (there[rank].values[halo.TAIL][at], rank, at)
+        for rank in made
+        for at, token in enumerate(flat[rank][-width:].tolist())
+    }
+    returned = {rank: np.zeros_like(back[rank].values[halo.TAIL_GRAD]) for rank in made}
+    received = 0
+    for rank in range(layout.ranks):
+        segments = layout.of_rank(rank)
+        reach = min(width, segments[0].start) if segments else 0
+        first = begins[segments[0].document] + segments[0].start if segments else 0
+        for distance in range(1, reach + 1):
+            held, giver, at = rows[first - distance]
+            assert there[rank].values[halo.HALO][width - distance] == held
+            returned[giver][at] += back[rank].values[halo.HALO_GRAD][width - distance]
+            received += 1
+    for rank, grads in returned.items():
+        assert (back[rank].values[halo.TAIL_GRAD] == grads).all()
+    per_row = WIDTHS.row("x")
+    assert sum(sum(sent(p, WIDTHS, backward=False).values()) for p in made.values()) == (
+        received * per_row
+    )
+
+
+def test_halos_come_in_one_message_unless_shards_are_shorter() -> None:
+    wide, width = contiguous([64], ranks=8), 3
+    for rank in range(8):
+        made = halo.program(wide, rank=rank, width=width)
+        assert made is not None
+        expected = {} if rank == 7 else {rank + 1: width * WIDTHS.row("x")}
+        assert sent(made, WIDTHS, backward=False) == expected
+    short = halo.program(contiguous([8], ranks=8), rank=4, width=width)
+    assert short is not None
+    assert sent(short, WIDTHS, backward=False) == {peer: WIDTHS.row("x") for peer in (5, 6, 7)}
+    assert halo.program(contiguous([4] * 8, ranks=8), rank=4, width=width) is None
+
+
+def test_the_model_picks_by_ranks_state_and_link() -> None:
+    state = Sizes(State(128, "matrix"), 32, 128)  # 2 MiB, as the delta rule's of the notes
+    assert state.state_bytes == 2**21 and state.pair_bytes == 2**22
+    fast = Link(hop=2e-5, rate=40e9)
+    chain, tree, gathered = (
+        chosen(state, ranks=64, link=fast, flag=flag) for flag in ("chain", "tree", "allgather")
+    )
+    assert chain.pieces == 16 and chain.seconds == pytest.approx(78 * (2e-5 + 2**17 / 40e9))
+    assert tree.seconds == pytest.approx(6 * (2e-5 + 2**22 / 40e9))
+    assert gathered.seconds == pytest.approx(2e-5 + 63 * 2**22 / 40e9)
+    assert chosen(state, ranks=64, link=fast) == tree
+    slow = Link(hop=1e-4, rate=1e8)
+    assert chosen(state, ranks=8, link=slow).name == "chain"
+    assert chosen(state, ranks=2, link=slow) == ("chain", 1, pytest.approx(1e-4 + 2**21 / 1e8))
+
+
+def test_pieces_are_heads_or_columns() -> None:
+    assert cuts(6, 4) == [1, 2, 3, 6, 12, 24]
+    assert cuts(1, 3) == [1, 3]
+    assert longest_chain(contiguous([5, 20, 5], ranks=6)) == 4
+    assert longest_chain(contiguous([5] * 6, ranks=6)) == 1

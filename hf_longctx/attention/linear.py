@@ -1,15 +1,24 @@
 """Rows of a recurrent layer on this rank -> its convolution and its recurrence, per document.
 
-Floor: attention. Letters: T rows of this rank, H heads, N rows of the state, V its columns, C
-channels, W taps.
+Floor: attention. Where the first document of a rank comes from ranks before, so do the state that
+enters it and the rows that its convolution reaches back to. Letters: T rows of this rank, H heads,
+N rows of the state, V its columns, C channels, W taps.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..data.batch import LongCtxBatch
 from ..kernels.conv import causal_conv
-from ..kernels.linear import linear_attention
+from ..kernels.linear import linear_attention, summarize
+from ..plan.program import Program
+from ..plan.scan import State
+from ..plan.schedule import Sizes
+from ..runtime.binding import Runtime
+from ..runtime.scans import Call, exchange_halo, scan_states
 
 
 @torch.autocast("cpu", enabled=False)  # it would multiply states in bf16
@@ -36,9 +45,20 @@ def recurrent(
     Raises:
         ValueError: where the kernels are not built for the rows.
     """
-    _refuse(batch, q_THN)
+    _refuse(q_THN)
+    lengths, entering = segment_lengths(batch), None
+    rows, (heads, columns) = k_THN.shape[2], v_THV.shape[1:]
+    decay = "matrix" if beta is not None else "row" if log_decay.ndim == 3 else "head"
+    wide = torch.promote_types(v_THV.dtype, torch.float32)
+    program = batch.scan_program(Sizes(State(rows, decay), heads, columns, wide.itemsize))
+    if program is not None:
+        last = slice(len(v_THV) - lengths[-1], None)
+        rate = None if beta is None else beta[last]
+        summary = summarize(k_THN[last], v_THV[last], log_decay=log_decay[last], beta=rate)
+        fetch = partial(scan_states, summary)
+        entering = _from_others(fetch, batch, module, step, program)
     return linear_attention(
-        q_THN, k_THN, v_THV, log_decay=log_decay, lengths=segment_lengths(batch), beta=beta
+        q_THN, k_THN, v_THV, log_decay=log_decay, lengths=lengths, beta=beta, entering=entering
     )
 
 
@@ -61,8 +81,13 @@ def convolve(
     Raises:
         ValueError: where the kernels are not built for the rows.
     """
-    _refuse(batch, x_TC)
-    return causal_conv(x_TC, weight_CW, bias, lengths=segment_lengths(batch))
+    _refuse(x_TC)
+    width, halo = weight_CW.shape[1] - 1, None
+    program = batch.halo_program(width)
+    if program is not None:
+        fetch = partial(exchange_halo, x_TC, width=width)
+        halo = _from_others(fetch, batch, module, "halo", program)
+    return causal_conv(x_TC, weight_CW, bias, lengths=segment_lengths(batch), halo=halo)
 
 
 def segment_lengths(batch: LongCtxBatch) -> list[int]:
@@ -70,12 +95,39 @@ def segment_lengths(batch: LongCtxBatch) -> list[int]:
     return [segment.stop - segment.start for segment in batch.layout.of_rank(batch.rank)]
 
 
-def _refuse(batch: LongCtxBatch, rows: Tensor) -> None:
-    if batch.layout.ranks > 1:
+def _from_others(
+    fetch: Callable[..., Tensor],
+    batch: LongCtxBatch,
+    module: nn.Module,
+    step: str,
+    program: Program,
+) -> Tensor:
+    """What comes from other ranks; in a recompute, what came in the first forward."""
+    runtime: Runtime = batch.runtime or Runtime()
+    if runtime.channel is None:
         raise ValueError(
-            f"recurrent layers over {batch.layout.ranks} ranks are not built yet; set "
-            "--longctx_group_size 1"
+            f"a batch cut over {batch.layout.ranks} ranks reached a recurrent layer without a "
+            "channel; train with LongCtxTrainer, which binds one to each batch"
         )
+    account, name = runtime.account, (getattr(module, "layer_idx", id(module)), step)
+    recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
+    call = Call(
+        program=program,
+        channel=runtime.channel,
+        account=account,
+        saved=batch.saved.take(name) if recompute else None,
+        forget=None if recompute else partial(batch.saved.drop, name),
+    )
+    before = runtime.sent_bytes
+    came = fetch(call=call)
+    if recompute:
+        account.recompute_bytes += runtime.sent_bytes - before
+    elif module.training or came.requires_grad:
+        batch.saved.keep(name, (came.detach(),))
+    return came
+
+
+def _refuse(rows: Tensor) -> None:
     if rows.device.type != "cpu":
         raise ValueError(
             f"recurrent layers on {rows.device}: only the CPU kernels are built yet; set "

@@ -14,31 +14,36 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..plan.auto import Auto, Choice, chosen
+from ..plan import halo
+from ..plan import scan as scans
+from ..plan.auto import Auto, Choice
+from ..plan.auto import chosen as chosen_plan
 from ..plan.cost import LayerKind
 from ..plan.halves import Halves
 from ..plan.layout import Layout
 from ..plan.levels import Levels
 from ..plan.measured import CostTable
 from ..plan.plans import Plan, make_plan
+from ..plan.program import Program
+from ..plan.schedule import Link, Sizes, chosen, longest_chain
 
 KEY = "longctx_batch"
 
 
 @dataclass(slots=True)
 class SavedAttention:
-    """`(out, lse)` of each layer between its forward and its backward, so that activation
-    checkpointing recomputes a layer without attending or sending again."""
+    """`(out, lse)` of each layer, or what came to it from other ranks, between its forward and its
+    backward, so that activation checkpointing recomputes it without attending or sending again."""
 
-    results: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    results: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
     forwards: Counter[Any] = field(default_factory=Counter)
 
-    def keep(self, layer: Any, result: tuple[Tensor, Tensor]) -> None:
+    def keep(self, layer: Any, result: tuple[Tensor, ...]) -> None:
         """Store a layer's result at the end of its forward."""
         self.results[layer] = result
         self.forwards[layer] += 1
 
-    def take(self, layer: Any) -> tuple[Tensor, Tensor]:
+    def take(self, layer: Any) -> tuple[Tensor, ...]:
         """Hand out and drop a layer's result, for its recompute.
 
         Raises:
@@ -96,6 +101,7 @@ class LongCtxBatch:
         choices (`dict[LayerKind, Choice]`): What it chose.
         softmax (`str`, *optional*, defaults to `distca`): Who plans softmax layers under
             `zeco_linear`.
+        scan (`str`, *optional*, defaults to `auto`): Schedule of the scans of recurrent layers.
         prepared (`bool`): Whether it came through a model that keeps its recurrent layers'
             documents apart; never pickled.
     """
@@ -120,13 +126,16 @@ class LongCtxBatch:
     auto: Auto | None = None
     choices: dict[LayerKind, Choice] = field(default_factory=dict)
     softmax: str = "distca"
+    scan: str = "auto"
     prepared: bool = False
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
+    _programs: dict[Sizes | int, Program | None] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         tied = (
             "runtime", "speeds", "costs", "auto", "choices", "turn", "prepared", "saved", "_plans",
+            "_programs",
         )  # fmt: skip
         return {name: value for name, value in vars(self).items() if name not in tied}
 
@@ -154,10 +163,26 @@ class LongCtxBatch:
             )  # fmt: skip
         return self._plans[key]
 
+    def scan_program(self, sizes: Sizes) -> Program | None:
+        """This rank's scan of states; `None` where no document of its own lies on other ranks."""
+        if sizes not in self._programs:
+            ranks = longest_chain(self.layout)
+            schedule, pieces, _ = chosen(sizes, ranks=ranks, link=Link(), flag=self.scan)
+            self._programs[sizes] = scans.program(
+                self.layout, rank=self.rank, state=sizes.state, schedule=schedule, pieces=pieces
+            )
+        return self._programs[sizes]
+
+    def halo_program(self, width: int) -> Program | None:
+        """This rank's exchange of the `width` rows before its first; `None` where there is none."""
+        if width not in self._programs:
+            self._programs[width] = halo.program(self.layout, rank=self.rank, width=width)
+        return self._programs[width]
+
     def _choose(self, kind: LayerKind, auto: Auto) -> Choice:
         if kind not in self.choices:
             levels = self.topology or Levels((self.layout.ranks,))
-            self.choices[kind] = chosen(
+            self.choices[kind] = chosen_plan(
                 self.layout, auto, kind=kind, levels=levels, ulysses_size=self.ulysses_size
             )
         return self.choices[kind]

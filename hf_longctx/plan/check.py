@@ -36,13 +36,13 @@ _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
 _PARTIALS = ("out", "part")
 _FOLDED = {  # how -> the kinds that come of which: their numbers here would add up all the same
     "cat": {(kind, kind) for kind in KINDS} | {("out", "part")},
-    "sum": {(kind, kind) for kind in ("dq", "dkv")},
+    "sum": {(kind, kind) for kind in ("dq", "dkv", "dx")},
     "lse": {(into, part) for into in _PARTIALS for part in _PARTIALS},
     "delta": {("delta", "grad")},
 }
 
 
-class _Rank:
+class Rank:
     """One rank's arrays and position in its program."""
 
     def __init__(
@@ -61,20 +61,21 @@ class _Rank:
         relayed = program.relayed(backward=backward)
         self.posts = Postings(rank, mail, relayed, pack=self._pack, unpack=self._unpack)
         noise = np.random.default_rng(rank)
-        of = {"H": heads, "K": kv_heads}
+        of = {"H": heads, "K": kv_heads, "1": 1}
         shapes = [
             (rows, of[KINDS[kind][0].heads])
             for kind, rows in zip(program.kinds, program.rows, strict=True)
         ]
         self.values = [
             np.zeros(shape, np.uint64)
-            if kind in ("dq", "dkv")
+            if kind in ("dq", "dkv", "dx")
             else noise.integers(0, 2**63, shape, np.uint64)  # unwritten must not pass unnoticed
             for kind, shape in zip(program.kinds, shapes, strict=True)
         ]
         self.written = [np.zeros(values.shape, bool) for values in self.values]
 
     def rows(self, block: Block) -> np.ndarray:
+        """The numbers of a block, to be read or written."""
         rows = self.program.rows[block.array]
         if not 0 <= block.start <= block.stop <= rows:
             raise PlanError(f"rank {self.rank}: {block} lies outside the {rows} rows of its array")
@@ -87,6 +88,7 @@ class _Rank:
         return slice(block.start, block.stop), slice(*heads_in(block[3:], groups=self.heads, of=of))
 
     def run(self) -> Generator[None]:
+        """Run the program; yields while an exchange that it waits for is under way."""
         posts = self.posts
         phases = self.program.backward if self.backward else self.program.forward
         for op in (op for phase in phases for op in phase):
@@ -105,7 +107,7 @@ class _Rank:
                 case AttendGrad():
                     self._attend_grad(op)
                 case Fold(into, parts, how):
-                    self._fold(into, parts, how)
+                    self.fold(into, parts, how)
                 case Local():
                     pass  # a layer's own step moves nothing
         if posts.pending:
@@ -191,7 +193,8 @@ class _Rank:
         summed = by_key(np.cumsum(steps[:-1], 0, np.uint64), kv_heads=self.rows(op.kv).shape[1])
         self.rows(op.dkv)[:] += summed * self.rows(op.kv)
 
-    def _fold(self, into: Block, parts: tuple[Block, ...], how: str) -> None:
+    def fold(self, into: Block, parts: tuple[Block, ...], how: str) -> None:
+        """Combine parts into a block; see `plan.program.Fold`."""
         self._same_heads(into, *parts)
         kinds = self.program.kinds
         pairs = {(kinds[into.array], kinds[part.array]) for part in parts}
@@ -212,7 +215,7 @@ class _Rank:
             target[:] = np.sum(values, axis=0, dtype=np.uint64)
 
 
-def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[_Rank]:
+def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[Rank]:
     """Run one direction of all ranks' programs, as far as messages and waits go.
 
     Raises:
@@ -220,20 +223,22 @@ def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[_Rank]
             ranks that wait for each other for ever.
     """
     mail = Mail()
-    heads = max(int((p.blocks[:, 6] + p.blocks[:, 7]).max(initial=1)) for p in programs.values())
+    groups = [int((p.blocks[:, 6] + p.blocks[:, 7]).max(initial=1)) for p in programs.values()]
+    heads = max(groups, default=1)
     ranks = [
-        _Rank(r, p, mail, LayerKind(), heads=heads, kv_heads=heads, backward=backward)
+        Rank(r, p, mail, LayerKind(), heads=heads, kv_heads=heads, backward=backward)
         for r, p in programs.items()
     ]
-    _finish(ranks, mail)
+    finish(ranks, mail)
     return ranks
 
 
-def _finish(ranks: Sequence[_Rank], mail: Mail) -> None:
-    running = {rank: rank.run() for rank in ranks}
+def finish(ranks: Sequence[Rank], mail: Mail) -> None:
+    """Run ranks in lock step to their ends. Raises `PlanError` where they cannot come there."""
+    running, turn = {rank: rank.run() for rank in ranks}, 1
     while running:
-        before = len(running), mail.events
-        for rank, steps in list(running.items()):
+        before, turn = (len(running), mail.events), -turn  # a chain passes, whichever way it goes
+        for rank, steps in list(running.items())[::turn]:
             rank.posts.move()
             if next(steps, "done") == "done":
                 del running[rank]
@@ -269,16 +274,14 @@ def check(plan: Plan) -> None:
     for backward in (False, True):
         mail = Mail()
         states = [
-            _Rank(
-                r, programs[r], mail, plan.kind, heads=heads, kv_heads=kv_heads, backward=backward
-            )
+            Rank(r, programs[r], mail, plan.kind, heads=heads, kv_heads=kv_heads, backward=backward)
             for r in ranks
         ]
         for state in states:
             own = plan.layout.flat_rows(state.rank)
             for array, values in ((_Q, q), (_KV, k), (_GRAD, g)):
                 state.values[array][:] = values[own]
-        _finish(states, mail)
+        finish(states, mail)
         for state in states:
             own = plan.layout.flat_rows(state.rank)
             results = [(_DQ, dq), (_DKV, dkv)] if backward else [(_OUT, out)]

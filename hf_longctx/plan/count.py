@@ -20,7 +20,7 @@ class Widths:
         kv_heads (`int`): Key/value heads, K.
         head_dim (`int`): Query and key head size, D.
         value_dim (`int`): Value head size, V.
-        state (`int`): Elements of one head's state, S.
+        state (`int`): Rows of one head's state, N.
         itemsize (`int`): Bytes of the model's dtype.
         wide_itemsize (`int`): Bytes of accumulators and lse: 4, or 8 for float64 models.
     """
@@ -36,8 +36,8 @@ class Widths:
     def row(self, kind: str, *, heads: Heads = (0, 0), groups: int = 0) -> int:
         """Bytes of one row of an array of `kind`, for some of its head groups, out of `groups` (0:
         one per key/value head)."""
-        sizes = {"H": self.heads, "K": self.kv_heads}
-        widths = {"D": self.head_dim, "V": self.value_dim, "S": self.state, "1": 1}
+        sizes = {"H": self.heads, "K": self.kv_heads, "1": 1}
+        widths = {"D": self.head_dim, "V": self.value_dim, "N": self.state, "1": 1}
         total = 0
         for field in KINDS[kind]:
             size = self.wide_itemsize if field.wide else self.itemsize

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-FOLDS = ("cat", "sum", "lse", "affine", "delta")
+FOLDS = ("cat", "sum", "lse", "affine", "delta", "product")
 
 
 class Block(NamedTuple):
@@ -92,8 +92,9 @@ class AttendGrad(NamedTuple):
 
 class Fold(NamedTuple):
     """Combine `parts` into `into`, in their order: `cat` copies them end to end, `sum` adds each to
-    what stands there, `lse` merges partials, `affine` forms E + M S of (E, M, S), `delta` replaces
-    the out of a gradient's rows by delta, the sum of grad_out * out over a head."""
+    what stands there, `lse` merges partials, `affine` forms E + M S of (E, M, S), `product` M2 M1
+    of (M2, M1), `delta` replaces the out of a gradient's rows by delta, the sum of grad_out * out
+    over a head."""
 
     into: Block
     parts: tuple[Block, ...]

@@ -56,7 +56,7 @@ __all__ = [
 
 class Field(NamedTuple):
     """One tensor of an array: `[rows, heads, width]`, in the model's dtype or a wide one (float32
-    or wider). `heads` is H, K or 1; `width` is D, V, 1 or S (elements of one head's state)."""
+    or wider). `heads` is H, K or 1; `width` is D, V, 1 or N (rows of a state)."""
 
     name: str
     heads: str
@@ -72,11 +72,14 @@ KINDS: dict[str, tuple[Field, ...]] = {
     "grad": (Field("grad_out", "H", "V"), Field("out", "H", "V"), Field("lse", "H", "1", True)),
     "dq": (Field("dq", "H", "D", True),),
     "dkv": (Field("dk", "K", "D", True), Field("dv", "K", "V", True)),
-    "state": (Field("state", "H", "S", True),),
-    "decay": (Field("decay", "H", "1", True),),
+    "state": (Field("state", "H", "V", True),),
+    "decay": (Field("decay", "K", "1", True),),
     "delta": (
         Field("grad_out", "H", "V"), Field("delta", "H", "1", True), Field("lse", "H", "1", True),
     ),
+    "matrix": (Field("decay", "K", "N", True),),
+    "x": (Field("x", "1", "D"),),
+    "dx": (Field("dx", "1", "D", True),),
 }  # fmt: skip
 HOME = ("q", "kv", "out", "grad", "dq", "dkv")  # arrays 0..5 of an attention program: local rows
 

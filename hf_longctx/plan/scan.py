@@ -1,76 +1,239 @@
-"""Ranks in document order -> the chain scan of linear-attention states (All-Scan).
+"""A contiguous layout -> the scan of linear-attention states over its ranks.
 
-Floor: plan. Source: ZeCO, arXiv 2507.01004. A run of tokens is an affine map of one small state:
-`S_out = M S_in + E`. The state passes from rank to rank in `pieces` head groups, so that a rank
-forwards one while the next arrives; a rank where a document starts (M = 0) does not wait.
-Backward is the mirror: the gradient of the entering state passes from rank r to r - 1.
+Floor: plan. A run of tokens is an affine map of one small state, `S_out = M S_in + E`. A rank gives
+E of its last segment, and needs the state that enters its first: what the ranks before it that
+share that document make of it. Documents break the scan: only a rank whose single segment comes
+from before and goes on composes (it is *through*); all others send without waiting, and ranks that
+share no document exchange nothing. Backward is the mirror: G, the gradient of the entering state
+from the rank's own outputs, goes back in place of E, with M^T.
 
-The layer fills E and M in `SUMMARY` and takes the entering state in `EMIT`. In backward it fills M
-and G, the entering state's gradient from its own outputs, in `GRAD_SUMMARY`, and takes the leaving
-state's gradient in `GRAD_EMIT`. What enters the first rank, and the last in backward, is zero.
+Schedules: `chain` (All-Scan, ZeCO, arXiv 2507.01004) passes S on, cut into pieces, one of which is
+sent while the next arrives; `serial` (LASP-1, arXiv 2404.02882) waits before anything else;
+`allgather` (LASP-2, arXiv 2502.07563) sends every (M, E) to every later rank; `tree` doubles the
+window that a rank knows in each step (Hillis and Steele 1986). Letters: N rows of a state, R ranks.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from .program import Block, Fold, Local, Op, Post, Program, Wait
+from .layout import Layout
+from .program import Block, Fold, Message, Op, Phases, Post, Program, Wait
 
-SUMMARY, EMIT, GRAD_SUMMARY, GRAD_EMIT = range(4)  # the layer's own steps
-# Arrays. H_IN is the gradient of the state that leaves the rank, H_OUT of the one that enters it.
-E_, M_, ENTERING, LEAVING, G_, H_IN, H_OUT = range(7)
+SCHEDULES = ("chain", "tree", "allgather", "serial")
+DECAYS = {"head": "decay", "row": "decay", "matrix": "matrix"}  # one factor per -> kind of array
+# A rank's own arrays: E, M and the entering state; G, M^T and the gradient of the leaving state.
+SUMMARY, DECAY, ENTERING, GRAD, DECAY_T, LEAVING_GRAD = range(6)
+_SENT, _SENT_DECAY, _WINDOW, _CAME, _CAME_DECAY = range(6, 11)
+_LEAVES = (_SENT, _SENT_DECAY)
 
 
-def program(*, rank: int, cut: Sequence[bool], heads: int, pieces: int) -> Program:
-    """One rank's chain scan: state arrays of one row, cut into `pieces` groups of heads.
+class State(NamedTuple):
+    """What a layer carries from token to token: rows N of a head's state, and what M holds: one
+    factor per `head` or `row`, or a `matrix`."""
+
+    rows: int
+    decay: str
+
+    @property
+    def decay_rows(self) -> int:
+        """Rows of an array of M."""
+        return 1 if self.decay == "head" else self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Who shares the documents at a rank's two ends, in rank order.
 
     Args:
-        rank (`int`): This rank.
-        cut (`Sequence[bool]`): For each rank, whether a document starts at or inside its shard.
-        heads (`int`): Heads of the state; `pieces` must divide them.
-        pieces (`int`): Head groups that travel one after another.
+        before (`tuple[int, ...]`): Earlier ranks with tokens of its first document.
+        after (`tuple[int, ...]`): Later ranks with tokens of its last document.
+        through (`bool`): One document comes from before and goes on.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    through: bool
+
+
+def place(layout: Layout, rank: int) -> Place:
+    """Where a rank stands in the scan.
 
     Raises:
-        ValueError: when `pieces` does not divide `heads`.
+        ValueError: on a layout in which ranks do not hold the documents end to end.
     """
-    if pieces < 1 or heads % pieces:
-        raise ValueError(f"pieces={pieces} must divide heads={heads}; use a divisor of the heads")
-    width = heads // pieces
-    ranks = len(cut)
+    ranks, _, documents, starts, stops = layout.columns.T
+    follows = (documents[1:] == documents[:-1]) & (starts[1:] == stops[:-1])
+    if not (follows | (documents[1:] > documents[:-1])).all():
+        raise ValueError(
+            "states pass from rank to rank only where shards lie end to end; use "
+            "longctx_layout=contiguous"
+        )
+    own = documents[layout.within(rank)]
+    if not len(own):
+        return Place(before=(), after=(), through=False)
+    before = ranks[(documents == own[0]) & (ranks < rank)]
+    after = ranks[(documents == own[-1]) & (ranks > rank)]
+    through = len(own) == 1 and len(before) > 0 and len(after) > 0
+    return Place(before=tuple(before.tolist()), after=tuple(after.tolist()), through=through)
 
-    def block(array: int, piece: int) -> Block:
-        return Block(array, 0, 1, piece * width, width)
 
-    def chain(
-        entering: int,
-        leaving: int,
-        own: int,
-        before: int,
-        after: int,
-        tag: int,
-        steps: tuple[int, int],
-    ) -> tuple[tuple[Op, ...], ...]:
-        source, target = 0 <= before < ranks, 0 <= after < ranks
-        ops: list[Op] = [Local(steps[0], Block(own, 0, 1))]
-        for piece in range(pieces if source else 0):
-            ops.append(Post(tag + piece, (), ((before, (block(entering, piece),)),)))
-        late: list[Op] = []
-        for piece in range(pieces):
-            passes = source and not cut[rank]
-            arrived: list[Op] = [Wait(tag + piece)] if source else []
-            if passes:
-                ops += arrived
-            else:
-                late += arrived
-            if target:
-                out, e = block(leaving, piece), block(own, piece)
-                parts = (e, block(M_, piece), block(entering, piece)) if passes else (e,)
-                ops.append(Fold(out, parts, "affine" if passes else "cat"))
-                ops.append(Post(tag + pieces + piece, ((after, (out,)),), ()))
-                late.append(Wait(tag + pieces + piece))
-        return ((*ops, *late, Local(steps[1], Block(entering, 0, 1))),)
+def program(
+    layout: Layout, *, rank: int, state: State, schedule: str, pieces: int = 1
+) -> Program | None:
+    """One rank's scan; `None` where it shares no document.
 
-    return Program.build(
-        arrays=[("state", 1), ("decay", 1), *[("state", 1)] * 5],
-        held=(),
-        forward=chain(ENTERING, LEAVING, E_, rank - 1, rank + 1, 0, (SUMMARY, EMIT)),
-        backward=chain(H_IN, H_OUT, G_, rank + 1, rank - 1, 0, (GRAD_SUMMARY, GRAD_EMIT)),
+    Args:
+        layout (`Layout`): Contiguous.
+        rank (`int`): This rank.
+        state (`State`): Rows and decay.
+        schedule (`str`): One of `SCHEDULES`, the same on all ranks.
+        pieces (`int`, *optional*, defaults to 1): Groups of heads, or of value columns, that pass a
+            `chain` one after another; the same on all ranks.
+
+    Raises:
+        ValueError: on a schedule that is not built, pieces of another than a chain, or a layout
+            that is not contiguous.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"longctx_scan={schedule!r} is not built yet; use one of {SCHEDULES}")
+    if pieces < 1 or (pieces > 1 and schedule != "chain"):
+        raise ValueError(f"pieces={pieces} of {schedule!r}: only a chain is cut; use 1 piece")
+    at = place(layout, rank)
+    if not at.before and not at.after:
+        return None
+    forward = _Way(state, SUMMARY, DECAY, ENTERING, at.before, at.after, at.through, pieces)
+    back = _Way(
+        state, GRAD, DECAY_T, LEAVING_GRAD, at.after[::-1], at.before[::-1], at.through, pieces
     )
+    gathered = max(len(at.before), len(at.after)) if schedule == "allgather" else 1
+    decay, rows = DECAYS[state.decay], (state.rows, state.decay_rows)
+    home = [("state", rows[0]), (decay, rows[1]), ("state", rows[0])]
+    pairs = [("state", rows[0]), (decay, rows[1])]
+    came = [("state", gathered * rows[0]), (decay, gathered * rows[1])]
+    return Program.build(
+        arrays=[*home, *home, pairs[0], pairs[1], pairs[1], *came],
+        held=(),
+        forward=getattr(forward, schedule)(),
+        backward=getattr(back, schedule)(),
+        head_groups=pieces if pieces > 1 else 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One direction of one rank: what it is given, and whom it hears and tells.
+
+    Args:
+        own, decay, result (`int`): Arrays of (E, M), or (G, M^T), and of what comes in.
+        before (`Sequence[int]`): Whom the result comes from, the nearest last.
+        after (`Sequence[int]`): Whom it goes to, the nearest first.
+    """
+
+    state: State
+    own: int
+    decay: int
+    result: int
+    before: Sequence[int]
+    after: Sequence[int]
+    through: bool
+    pieces: int
+
+    def _of(self, array: int, number: int = 0, *, piece: int = -1) -> Block:
+        """A state or decay; of several in an array, which; a piece of it, or all."""
+        decays = (self.decay, _WINDOW, _SENT_DECAY, _CAME_DECAY)
+        rows = self.state.decay_rows if array in decays else self.state.rows
+        heads = (piece, 1) if piece >= 0 and self.pieces > 1 else (0, 0)
+        return Block(array, number * rows, (number + 1) * rows, *heads)
+
+    def _pair(self, arrays: tuple[int, int], *, more: bool) -> tuple[Block, ...]:
+        """A state, and with `more` its M."""
+        return tuple(self._of(array) for array in arrays[: 1 + more])
+
+    def _receives(self) -> list[Op]:
+        return [
+            Post(p, (), ((self.before[-1], (self._of(self.result, piece=p),)),))
+            for p in range(self.pieces if self.before else 0)
+        ]
+
+    def _passes(self, piece: int) -> list[Op]:
+        """Send a piece of what leaves."""
+        leaves, ops = self._of(self.own, piece=piece), list[Op]()
+        if self.through:
+            parts = [self._of(array, piece=piece) for array in (self.own, self.decay, self.result)]
+            leaves = self._of(_SENT, piece=piece)
+            ops.append(Fold(leaves, tuple(parts), "affine"))
+        return [*ops, Post(self.pieces + piece, ((self.after[0], (leaves,)),), ())]
+
+    def chain(self) -> Phases:
+        """Each piece is passed on as it comes; what needs none of them leaves first."""
+        ops, arrived = self._receives(), [Wait(p) for p in range(self.pieces if self.before else 0)]
+        if self.after:
+            for piece in range(self.pieces):
+                ops += [arrived[piece]] if self.through else []
+                ops += self._passes(piece)
+        ops += [] if self.through else arrived
+        left = [Wait(self.pieces + p) for p in range(self.pieces if self.after else 0)]
+        return ((*ops, *left),)
+
+    def serial(self) -> Phases:
+        """A first phase that receives; the layer's work, and all that leaves, come after it."""
+        receives = self._receives()
+        first = (*receives, *([Wait(0)] if receives else []))
+        return (first, (*self._passes(0), Wait(1)) if self.after else ())
+
+    def allgather(self) -> Phases:
+        """Every (E, M) to every later rank; of the first of a chain E alone."""
+        pair = self._pair((self.own, self.decay), more=self.through)
+        sends = tuple((peer, pair) for peer in self.after)
+        recvs: list[Message] = []
+        for number, peer in enumerate(self.before):
+            came = [self._of(array, number) for array in (_CAME, _CAME_DECAY)]
+            recvs.append((peer, came[: 1 + (number > 0)]))
+        ops: list[Op] = [Post(0, sends, tuple(recvs)), Wait(0)]
+        result = self._of(self.result)
+        for number in range(len(self.before)):
+            came = [self._of(array, number) for array in (_CAME, _CAME_DECAY)]
+            parts, how = ((*came, result), "affine") if number else ((came[0],), "cat")
+            ops.append(Fold(result, parts, how))
+        return (tuple(ops),)
+
+    def _compose(
+        self, into: tuple[int, int], later: tuple[int, int], earlier: tuple[int, int], *, more: bool
+    ) -> list[Op]:
+        """`into` becomes the map of `later` after `earlier`; its M only with `more`."""
+        parts = [self._of(array) for array in (*later, earlier[0])]
+        made: list[Op] = [Fold(self._of(into[0]), tuple(parts), "affine")]
+        if more:
+            parts = [self._of(later[1]), self._of(earlier[1])]
+            made.append(Fold(self._of(into[1]), tuple(parts), "product"))
+        return made
+
+    def tree(self) -> Phases:
+        """In step j the window of the rank 2**j before, composed before what is known so far.
+
+        Known is the result and, until that reaches back to the document's start, its M in _WINDOW.
+        """
+        ops: list[Op] = []
+        behind, ahead = len(self.before), len(self.after)
+        steps = max(behind, ahead).bit_length()
+        if ahead and not self.through:  # the first of its chain: all get E alone
+            own, to = (self._of(self.own),), (2**j - 1 for j in range(ahead.bit_length()))
+            ops.append(Post(steps, tuple((self.after[each], own) for each in to), ()))
+        mine, known, came = (self.own, self.decay), (self.result, _WINDOW), (_CAME, _CAME_DECAY)
+        for step in range(steps):
+            distance, sends, recvs = 2**step, list[Message](), list[Message]()
+            bounded, more = distance <= behind, 2 * distance <= behind
+            if self.through and distance <= ahead:
+                if step:
+                    ops += self._compose(_LEAVES, mine, known, more=bounded)
+                pair = _LEAVES if step else mine
+                sends.append((self.after[distance - 1], self._pair(pair, more=bounded)))
+            if bounded:
+                into = came if step else known
+                recvs.append((self.before[-distance], self._pair(into, more=more)))
+            if sends or recvs:
+                ops += [Post(step, tuple(sends), tuple(recvs)), Wait(step)]
+            if recvs and step:
+                ops += self._compose(known, known, came, more=more)
+        return ((*ops, *([Wait(steps)] if ahead and not self.through else [])),)

@@ -33,7 +33,7 @@ class Layer:
         channel (`Channel`, *optional*): Needed where the program exchanges.
         scoring (`Scoring`): How scores are formed.
         account (`Account`): Where to add what was done.
-        saved (`tuple[Tensor, Tensor]`, *optional*): `(out, lse)` of the first forward, in a
+        saved (`tuple[Tensor, ...]`, *optional*): `(out, lse)` of the first forward, in a
             recompute.
         forget (`Callable`, *optional*): Called when backward starts: saved results can go.
         half (`int`, *optional*, defaults to 0): Which half of a batch this is.
@@ -45,7 +45,7 @@ class Layer:
     channel: Channel | None
     scoring: Scoring
     account: Account
-    saved: tuple[Tensor, Tensor] | None = None
+    saved: tuple[Tensor, ...] | None = None
     forget: Callable[[], None] | None = None
     half: int = 0
     turn: Callable[[], None] | None = None

@@ -100,6 +100,7 @@ class Account:
         calls (`int`): Attention calls of a forward.
         recomputed (`int`): Attention calls answered from saved results, under checkpointing.
         recompute_bytes (`int`): Bytes sent during those (0 by design).
+        planned_bytes (`int`): Bytes that programs of scans and halos were to send.
         waited (`float`): Seconds blocked in waits.
         attending (`float`): Seconds in attention kernels, by `clock`.
         peak_bytes (`int`): Largest sum of live transient arrays in one layer.
@@ -113,6 +114,7 @@ class Account:
     calls: int = 0
     recomputed: int = 0
     recompute_bytes: int = 0
+    planned_bytes: int = 0
     waited: float = 0.0
     attending: float = 0.0
     peak_bytes: int = 0
@@ -178,14 +180,14 @@ class Execution:
 
     def _allocate(self, array: int) -> Fields:
         kind = self.program.kinds[array]
-        sizes = {"D": self.widths.head_dim, "V": self.widths.value_dim, "S": self.widths.state}
+        sizes = {"D": self.widths.head_dim, "V": self.widths.value_dim, "N": self.widths.state}
         sizes |= {"1": 1}
         kept, made = kept_heads(self.program)[array], {}
         for f in KINDS[kind]:
             first, stop = self._heads(kept, f)
             shape = (self.program.rows[array], stop - first, sizes[f.width])
             fill = float("-inf") if f.name == "lse" else 0.0
-            if kind in ("part", "dq", "dkv", "state"):
+            if kind in ("part", "dq", "dkv", "state", "dx"):
                 made[f.name] = torch.full(shape, fill, dtype=self._dtype(f.wide))
             else:
                 made[f.name] = torch.empty(shape, dtype=self._dtype(f.wide))
@@ -194,7 +196,7 @@ class Execution:
     def _heads(self, heads: Heads, of: Field) -> tuple[int, int]:
         """The heads of a field that belong to these groups."""
         groups = int(self.program.head_groups[0]) or self.widths.kv_heads
-        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads}
+        sizes = {"H": self.widths.heads, "K": self.widths.kv_heads, "1": 1}
         return heads_in(heads, groups=groups, of=sizes[of.heads])
 
     def _dtype(self, wide: bool) -> torch.dtype:

@@ -24,7 +24,10 @@ def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
                 view.add_(value)
     elif how == "affine":
         (offset,), (decay,), (entering,) = parts
-        target[0].copy_(offset + decay * entering)
+        target[0].copy_(offset + apply(decay, entering))
+    elif how == "product":
+        (later,), (earlier,) = parts
+        target[0].copy_(apply(later, earlier))
     elif how == "delta":
         grad_out, out, lse = parts[0]
         wide = lse.dtype
@@ -41,3 +44,10 @@ def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
         if out is not target[0]:
             target[0].copy_(out)
         target[1].copy_(lse[..., None])
+
+
+def apply(decay: Tensor, state_NHV: Tensor) -> Tensor:
+    """M S: factors `[1, H, 1]` of heads, or `[N, H, 1]` of their rows, or matrices `[N, H, N]`."""
+    if decay.shape[-1] == 1:
+        return decay * state_NHV
+    return torch.einsum("nhm,mhv->nhv", decay, state_NHV)

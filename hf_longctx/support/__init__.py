@@ -11,7 +11,6 @@ from .families import (
     RECURRENT_LAYERS,
     SOFTMAX_LAYERS,
     recurrent_family,
-    refuse_ranks,
 )
 from .given import refuse_given
 from .heads import HEAD_RULES, Sharing, refuse_heads
@@ -48,7 +47,6 @@ __all__ = [
     "refuse_heads",
     "refuse_model",
     "refuse_pingpong",
-    "refuse_ranks",
     "refuse_wrappers",
     "table",
 ]

@@ -52,16 +52,3 @@ def _known(config: Any) -> bool:
 def softmax_alone(config: Any) -> object:
     """The family of a text config without recurrent layers."""
     return None if recurrent_family(config) else f"model_type={config.model_type}"
-
-
-def refuse_ranks(name: str, *, ranks: int) -> None:
-    """Refuse more than one rank under `zeco_linear`.
-
-    Raises:
-        ValueError: with the number of ranks and the remedy.
-    """
-    if name == "zeco_linear" and ranks > 1:
-        raise ValueError(
-            f"attn_implementation='zeco_linear' over {ranks} ranks is not built yet; use one rank "
-            "(--longctx_group_size 1)"
-        )

@@ -54,7 +54,7 @@ class StepsMixin(_Base):
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
         batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
         batch.speeds, batch.auto = speeds, self.longctx_auto
-        batch.softmax = self.args.longctx_softmax
+        batch.softmax, batch.scan = self.args.longctx_softmax, self.args.longctx_scan
         if speeds and self.args.longctx_server_memory is not None:
             configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
             widths = (layer_widths(config, dtype=dtype) for config in configs)

@@ -29,7 +29,6 @@ from ..support import (
     refuse_given,
     refuse_model,
     refuse_pingpong,
-    refuse_ranks,
     refuse_wrappers,
 )
 from .auto import find_auto
@@ -138,7 +137,6 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
     def _adopt(self) -> None:
         """Refuse or accept the model under its name; keep the name for a resume."""
         refuse_model(self.model.config, name=self.longctx_attention)
-        refuse_ranks(self.longctx_attention, ranks=self.longctx_group.size)
         prepare(self.model)
         refuse_unshared_heads(
             self.model.config,

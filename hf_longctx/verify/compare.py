@@ -21,7 +21,7 @@ from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.processes import RankPool
 from ..comm.topology import given_levels
 from ..plan.levels import Levels
-from ..support import recurrent_family, refuse_model, refuse_pingpong, refuse_ranks
+from ..support import recurrent_family, refuse_model, refuse_pingpong
 from .bounds import bounds_of, broken
 from .fla import naive_kernels
 from .ranks import Case, RankResult, run_rank
@@ -175,7 +175,6 @@ def verify(
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
-    refuse_ranks(name, ranks=ranks)
     arguments.check_domains(name)
     size = arguments.longctx_ulysses_size
     refuse_unshared_heads(config, name=arguments.algorithm(name), ranks=ranks, size=size)
@@ -195,6 +194,7 @@ def verify(
         topology=given_levels(arguments.longctx_topology, ranks=ranks, ulysses_size=size),
         ulysses_size=size,
         softmax=arguments.longctx_softmax,
+        scan=arguments.longctx_scan,
     )
     say_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)

@@ -52,6 +52,7 @@ class Case:
         topology (`Levels`, *optional*): Nested domains of the ranks.
         ulysses_size (`int`): Of the plan.
         softmax (`str`): Who plans softmax layers under `zeco_linear`.
+        scan (`str`): Schedule of the scans of recurrent layers.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Case:
     topology: Levels | None = None
     ulysses_size: int = 1
     softmax: str = "distca"
+    scan: str = "auto"
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
         """How a batch is cut over the ranks, and its halves, where it has any."""
@@ -160,6 +162,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.bytes_planned = sum(
             _planned(part, model, dtype, process=context.rank) for part in parts
         )
+        result.bytes_planned += runtime.account.planned_bytes
         assert all(not part.saved.results for part in parts), "saved attention was not dropped"
         plans = [plan for part in parts for plan in part._plans.values()]
         result.head_groups = max((len(plan.groups) for plan in plans), default=0)
@@ -216,6 +219,7 @@ def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> d
         topology=case.topology,
         ulysses_size=case.ulysses_size,
         softmax=case.softmax,
+        scan=case.scan,
     )
     if halves:
         batch.halves = halved(halves, context.rank, tolerance=case.tolerance)

@@ -1,0 +1,87 @@
+"""A layout, a state's size and a link -> the schedule of its scan, and the pieces of a chain.
+
+Floor: plan. One send takes `hop + bytes / rate` seconds; D are the bytes of a state, D' with its M,
+and P the ranks of the document that lies on most, which all others wait for least:
+
+    chain       (P - 2 + K) (hop + D / (K rate))           in K pieces
+    tree        ceil(log2 P) (hop + D' / rate)
+    allgather   hop + (P - 1) D' / rate
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from .layout import Layout
+from .scan import State
+
+_MOST_PIECES = 32
+
+
+class Link(NamedTuple):
+    """What a message between neighbouring ranks takes: seconds, and bytes per second."""
+
+    hop: float = 5e-5
+    rate: float = 1e9
+
+
+class Sizes(NamedTuple):
+    """A layer's state: heads, value columns of each, and bytes of an element."""
+
+    state: State
+    heads: int
+    columns: int
+    itemsize: int = 4
+
+    @property
+    def state_bytes(self) -> int:
+        """D."""
+        return self.heads * self.state.rows * self.columns * self.itemsize
+
+    @property
+    def pair_bytes(self) -> int:
+        """D': a state and its M."""
+        width = self.state.rows if self.state.decay == "matrix" else 1
+        return self.state_bytes + self.heads * self.state.decay_rows * width * self.itemsize
+
+
+class Schedule(NamedTuple):
+    """One of `scan.SCHEDULES`, the pieces of a chain, and the seconds that it should take."""
+
+    name: str
+    pieces: int
+    seconds: float
+
+
+def chosen(sizes: Sizes, *, ranks: int, link: Link, flag: str = "auto") -> Schedule:
+    """The fastest schedule; a chain in as many pieces as make it fastest.
+
+    Args:
+        sizes (`Sizes`): Of the state.
+        ranks (`int`): P; see `longest_chain`.
+        link (`Link`): Between neighbours.
+        flag (`str`, *optional*, defaults to `auto`): What `--longctx_scan` says.
+    """
+    hops = max(ranks - 1, 0)
+    state, pair = sizes.state_bytes / link.rate, sizes.pair_bytes / link.rate
+    found = [
+        Schedule("chain", k, max(hops - 1 + k, 0) * (link.hop + state / k))
+        for k in cuts(sizes.heads, sizes.columns)
+    ]
+    found.append(Schedule("tree", 1, math.ceil(math.log2(max(ranks, 1))) * (link.hop + pair)))
+    found.append(Schedule("allgather", 1, link.hop + hops * pair))
+    return min((s for s in found if flag in ("auto", s.name)), key=lambda s: s.seconds)
+
+
+def cuts(heads: int, columns: int) -> list[int]:
+    """Into how many equal pieces a state can be cut: groups of heads, or columns of each head."""
+    by_heads = [k for k in range(1, heads + 1) if heads % k == 0]
+    by_columns = [heads * k for k in range(2, columns + 1) if columns % k == 0]
+    return [k for k in (*by_heads, *by_columns) if k <= _MOST_PIECES]
+
+
+def longest_chain(layout: Layout) -> int:
+    """Ranks of the document that lies on most."""
+    held = np.unique(layout.columns[:, [2, 0]], axis=0)
+    return int(np.bincount(held[:, 0]).max())

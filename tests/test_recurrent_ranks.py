@@ -1,0 +1,51 @@
+"""Models with recurrent layers over ranks: the outputs and gradients of one process, no leak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_verify import verify
+
+from hf_longctx import LongCtxArguments
+
+pytestmark = [
+    pytest.mark.usefixtures("references_once"),
+    pytest.mark.filterwarnings("ignore"),
+]
+CASES = [
+    ("qwen3_next", 2, "auto"),  # gated delta rule
+    ("qwen3_next", 3, "chain"),
+    ("kimi_linear", 3, "tree"),  # the delta rule with a decay per row
+    ("minimax", 4, "chain"),  # lightning
+    ("lfm2", 4, "auto"),  # convolutions alone
+    ("olmo_hybrid", 2, "allgather"),
+]
+
+
+def assert_exact(report: dict[str, Any]) -> None:
+    assert report["failed"] == [] and report["leak"] == 0 and report["recompute_bytes"] == 0
+    for key in ("logit_error", "loss_error", "grad_error"):
+        assert 0 <= report[key] <= 1e-9, (key, report[key])
+    assert report["bytes_sent"] == report["bytes_planned"] > 0
+
+
+@pytest.mark.parametrize(("family", "ranks", "scan"), CASES)
+def test_families_are_exact_over_ranks(
+    rank_pool: Any, family: str, ranks: int, scan: str
+) -> None:
+    arguments = LongCtxArguments(longctx_scan=scan)
+    assert_exact(verify(rank_pool, family, name="zeco_linear", ranks=ranks, arguments=arguments))
+
+
+@pytest.mark.parametrize("softmax", ["distca", "ring"])
+def test_a_hybrid_recomputes_without_sending(rank_pool: Any, softmax: str) -> None:
+    arguments = LongCtxArguments(longctx_softmax=softmax)
+    given = {"ranks": 3, "arguments": arguments, "checkpointing": True}
+    assert_exact(verify(rank_pool, "qwen3_next", name="zeco_linear", **given))
+
+
+def test_short_documents_leave_recurrent_layers_without_traffic(rank_pool: Any) -> None:
+    given = {"ranks": 2, "document_lengths": [40, 20, 60]}
+    report = verify(rank_pool, "lfm2", name="zeco_linear", **given)
+    assert report["failed"] == [] and report["bytes_sent"] == report["bytes_planned"] == 0
