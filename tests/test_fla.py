@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import plain_loop
 from test_recurrent import BATCHES, BOUNDS, EXACT, IDS, INDEX, LENGTHS, PACKED, each_alone, logits
 from tiny import CONFIGS, alone, documents, run_ranks, tiny
 from torch import nn
+from train_cases import Case, arguments
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_longctx import prepare
+from hf_longctx import LongCtxArguments, LongCtxTrainer, prepare
 from hf_longctx.attention import linear
 from hf_longctx.models.prepare import prepared
 from hf_longctx.support import FLA_FAMILIES
@@ -214,3 +216,43 @@ def test_verify_holds_its_bounds(rank_pool, family):
     )
     assert report["failed"] == [] and report["leak"] == 0.0
     assert report["bounds"]["grad_error"] == EXACT and report["attention_calls"] > 0
+
+
+@pytest.mark.parametrize("family", FLA_FAMILIES)
+def test_b07_steps_equal_those_of_documents_alone(tmp_path, family):
+    """With the losses that the library takes by default."""
+    case = Case(lengths=(150, 30, 17, 1, 64, 40), options={"longctx_max_tokens_per_rank": 128})
+    stock = tiny("eager", family=family, dtype=torch.float32)
+    trainer = LongCtxTrainer(
+        model=tiny("zeco_linear", family=family, dtype=torch.float32),
+        args=arguments(case, tmp_path),
+        train_dataset=case.rows(),
+    )
+    trainer.train()
+    with naive_kernels(stock):
+        right = plain_loop(case, world=1, model=stock)
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == len(right.losses) > 1
+    for entry, loss, norm in zip(steps, right.losses, right.norms, strict=True):
+        assert abs(entry["loss"] / loss - 1) < 1e-4 and abs(entry["grad_norm"] / norm - 1) < 1e-4
+    for key, weight in trainer.model.named_parameters():
+        torch.testing.assert_close(weight, right.weights[key], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "scan"),
+    [("gla", 3, "chain"), ("retnet", 4, "tree"), ("delta_net", 2, "allgather"),
+     ("gated_deltanet", 3, "auto"), ("kda", 3, "chain")],
+)  # fmt: skip
+def test_ranks_share_documents(rank_pool, family, ranks, scan):
+    report = verify(
+        model=str(CONFIGS / f"tiny_{family}.json"),
+        name="zeco_linear",
+        ranks=ranks,
+        arguments=LongCtxArguments(longctx_scan=scan),
+        document_lengths=(1, 40, 50, 29),
+        checkpointing=True,
+        pool=rank_pool,
+    )
+    assert report["failed"] == [] and report["leak"] == 0.0 == report["recompute_bytes"]
+    assert report["bytes_sent"] == report["bytes_planned"] > 0

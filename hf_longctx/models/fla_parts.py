@@ -17,6 +17,7 @@ ROTARY = "rotary positions"
 
 
 def refuse_state(initial_state: Any, output_final_state: Any) -> None:
+    """Assert that a layer goes on from no state and hands none on."""
     assert initial_state is None and not output_final_state, "the door refuses caches"
 
 

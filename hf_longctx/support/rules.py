@@ -98,8 +98,9 @@ def _selected_keys(config: Any) -> object:
 
 
 def _fla_parts(config: Any) -> object:
-    """Options of flash-linear-attention's models that have kernels for a GPU alone, or see keys."""
-    if config.model_type not in FLA_FAMILIES:
+    """Softmax layers and residual attention that it computes with kernels of its own, and terms of
+    its loss that are no sum over tokens."""
+    if getattr(config, "model_type", None) not in FLA_FAMILIES:
         return None
     unlike = "hidden_act=powlu" if getattr(config, "hidden_act", None) == "powlu" else None
     return unlike or _field("attn", "attnres_block_size", "use_l2warp")(config)
@@ -112,7 +113,6 @@ FLA_PARTS = Rule(
     _fla_parts,
     "nothing here computes them per document",
     "set attn, attnres_block_size and use_l2warp to None, and hidden_act to swish",
-    names=("zeco_linear",),
 )
 
 MODEL_RULES: tuple[Rule, ...] = (

@@ -45,9 +45,10 @@ def load_fla() -> None:
 
 
 @contextmanager
-def without_fla() -> Iterator[None]:
-    """Where no GPU is visible, have modeling files not find flash-linear-attention meanwhile."""
-    if torch.cuda.is_available():
+def library_for(config: Any) -> Iterator[None]:
+    """While a model is built: flash-linear-attention for its own families; hidden from modeling
+    files of others where no GPU is visible."""
+    if config.model_type in FLA_FAMILIES or torch.cuda.is_available():
         yield
         return
     before = sys.modules.get("fla", ...)

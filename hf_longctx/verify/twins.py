@@ -27,7 +27,7 @@ from transformers import (
 from ..attention.masks import Bidirectional, SlidingWindow, attention_mask
 from ..kernels.reference import attention
 from ..support import FLA_FAMILIES
-from .fla import load_fla, without_fla
+from .fla import library_for, load_fla
 from .shrink import refuse_layers
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -160,10 +160,9 @@ def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
     config = load_config(path)
     for field in dropout_fields(config):
         setattr(config.get_text_config(decoder=True), field, 0.0)
-    own = config.model_type in FLA_FAMILIES
-    if own:  # its fused losses never form the logits that are compared
+    if config.model_type in FLA_FAMILIES:  # fused losses never form the logits that are compared
         config.fuse_cross_entropy = config.fuse_linear_cross_entropy = False
-    with nullcontext() if own else without_fla():
+    with library_for(config):
         if Path(path).is_dir():
             model = auto_class(config).from_pretrained(
                 path, config=config, dtype=torch.float32, **options
