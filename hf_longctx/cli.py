@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from .cli_check import add_check
@@ -87,30 +88,43 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument(
         "name",
-        choices=("packed", "distca", "charm", "trainer", "plan"),
+        choices=("packed", "distca", "charm", "zeco", "trainer", "plan"),
         help="packed: one process against sdpa on packed documents; "
         "distca: two ranks, what balancing, overlap and servers gain and cost, against other ways "
         "to cut documents, also over slow links (25 minutes; needs what `hf-longctx cluster` "
         "needs); "
         "charm: eight ranks in two domains with slow links between them, rings, charm, Ulysses and "
         "their hybrid beside their bounds, and other libraries' (17 minutes, and the same needs); "
+        "zeco: eight nodes with a slow link each, scans of linear-attention states beside "
+        "all-gathers of them and their bounds (5 minutes, and the same needs); "
         "trainer: whole steps of two ranks against the stock Trainer on TRL's packs; "
         "plan: balance, traffic and planning time of plans for 8 to 512 ranks; no process starts",
+    )
+    bench.add_argument(
+        "--model",
+        metavar="FAMILY",
+        help="packed: a config-initialised model of this family with recurrent layers, against "
+        "Transformers' own code on documents one by one or padded (qwen3_next)",
     )
     add_json(bench)
     bench.set_defaults(run=_bench)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from .bench import charm, distca, packed, plan, trainer
+    from .bench import charm, distca, packed, packed_linear, plan, trainer, zeco
 
     benches: dict[str, Callable[[], dict[str, Any]]] = {
         "packed": packed.run,
         "distca": distca.run,
         "charm": charm.run,
+        "zeco": zeco.run,
         "trainer": trainer.run,
         "plan": plan.run,
     }
+    if arguments.model is not None:
+        if arguments.name != "packed":
+            raise ValueError(f"--model is of bench packed; leave it out of bench {arguments.name}")
+        benches["packed"] = partial(packed_linear.run, family=arguments.model)
     with progress(arguments):
         report = benches[arguments.name]()
     show(report, arguments.json)

@@ -79,8 +79,8 @@ def wrapped_trainer(name: str, folder: Path, **changes: Any) -> Any:
     return trainer_of(case, folder, model=sharded(case.name, folder), **changes)
 
 
-def sharded(name: str, folder: Path) -> Any:
-    """The tiny Llama under an attention name, from a checkpoint, sharded while it loads."""
+def sharded(name: str, folder: Path, *, family: str = "llama") -> Any:
+    """A tiny model under an attention name, from a checkpoint, sharded while it loads."""
     import torch
     import torch.distributed as dist
     from tiny import tiny
@@ -88,7 +88,7 @@ def sharded(name: str, folder: Path) -> Any:
     from transformers.distributed import DistributedConfig
 
     if dist.get_rank() == 0:
-        tiny("sdpa", dtype=torch.float32).save_pretrained(folder / "start")
+        tiny("sdpa", family=family, dtype=torch.float32).save_pretrained(folder / "start")
     dist.barrier()
     return AutoModelForCausalLM.from_pretrained(
         folder / "start",

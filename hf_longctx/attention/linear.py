@@ -5,7 +5,6 @@ enters it and the rows that its convolution reaches back to. Letters: T rows of 
 N rows of the state, V its columns, C channels, W taps.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,7 +17,7 @@ from ..plan.program import Program
 from ..plan.scan import State
 from ..plan.schedule import Sizes
 from ..runtime.binding import Runtime
-from ..runtime.scans import Call, exchange_halo, scan_states
+from ..runtime.scans import Call, begin_scan, exchange_halo
 
 
 @torch.autocast("cpu", enabled=False)  # it would multiply states in bf16
@@ -46,20 +45,36 @@ def recurrent(
         ValueError: where the kernels are not built for the rows.
     """
     _refuse(q_THN)
-    lengths, entering = segment_lengths(batch), None
-    rows, (heads, columns) = k_THN.shape[2], v_THV.shape[1:]
-    decay = "matrix" if beta is not None else "row" if log_decay.ndim == 3 else "head"
-    wide = torch.promote_types(v_THV.dtype, torch.float32)
-    program = batch.scan_program(Sizes(State(rows, decay), heads, columns, wide.itemsize))
-    if program is not None:
-        last = slice(len(v_THV) - lengths[-1], None)
-        rate = None if beta is None else beta[last]
-        summary = summarize(k_THN[last], v_THV[last], log_decay=log_decay[last], beta=rate)
-        fetch = partial(scan_states, summary)
-        entering = _from_others(fetch, batch, module, step, program)
-    return linear_attention(
-        q_THN, k_THN, v_THV, log_decay=log_decay, lengths=lengths, beta=beta, entering=entering
+    lengths, wide = segment_lengths(batch), torch.promote_types(v_THV.dtype, torch.float32)
+    attend = partial(
+        linear_attention, q_THN, k_THN, log_decay=log_decay, lengths=lengths, beta=beta
     )
+    decay = "matrix" if beta is not None else "row" if log_decay.ndim == 3 else "head"
+    _, heads, columns = v_THV.shape
+    sizes = Sizes(State(k_THN.shape[2], decay), heads, columns, wide.itemsize)
+    program = batch.scan_program(sizes)
+    if program is None:
+        return attend(v_THV)
+    last = slice(len(v_THV) - lengths[-1], None)
+    rate = None if beta is None else beta[last]
+    summary = summarize(k_THN[last], v_THV[last], log_decay=log_decay[last], beta=rate)
+    exchange = _Exchange(batch, module, step, program)
+    under_way = begin_scan(summary, call=exchange.call)
+    reached = lengths[0] if batch.layout.of_rank(batch.rank)[0].start else 0
+    if beta is not None and reached:
+        return attend(v_THV, entering=exchange.kept(under_way.finish()))
+    out = attend(v_THV.to(wide))  # as if nothing entered, while states travel
+    entering = exchange.kept(under_way.finish())
+    read = _read(q_THN[:reached], log_decay[:reached], entering)
+    return torch.cat([out[:reached] + read, out[reached:]]).to(v_THV.dtype)
+
+
+def _read(q_THN: Tensor, log_decay: Tensor, entering_HNV: Tensor) -> Tensor:
+    """`[T, H, V]`: what a document's first rows read of the state that entered before them."""
+    decay = log_decay.to(entering_HNV.dtype).cumsum(0).exp()
+    decay = decay if decay.ndim == 3 else decay[..., None]
+    q = q_THN.repeat_interleave(len(entering_HNV) // q_THN.shape[1], 1)
+    return torch.einsum("thn,hnv->thv", q * decay, entering_HNV)
 
 
 def convolve(
@@ -85,8 +100,8 @@ def convolve(
     width, halo = weight_CW.shape[1] - 1, None
     program = batch.halo_program(width)
     if program is not None:
-        fetch = partial(exchange_halo, x_TC, width=width)
-        halo = _from_others(fetch, batch, module, "halo", program)
+        exchange = _Exchange(batch, module, "halo", program)
+        halo = exchange.kept(exchange_halo(x_TC, width=width, call=exchange.call))
     return causal_conv(x_TC, weight_CW, bias, lengths=segment_lengths(batch), halo=halo)
 
 
@@ -95,36 +110,35 @@ def segment_lengths(batch: LongCtxBatch) -> list[int]:
     return [segment.stop - segment.start for segment in batch.layout.of_rank(batch.rank)]
 
 
-def _from_others(
-    fetch: Callable[..., Tensor],
-    batch: LongCtxBatch,
-    module: nn.Module,
-    step: str,
-    program: Program,
-) -> Tensor:
-    """What comes from other ranks; in a recompute, what came in the first forward."""
-    runtime: Runtime = batch.runtime or Runtime()
-    if runtime.channel is None:
-        raise ValueError(
-            f"a batch cut over {batch.layout.ranks} ranks reached a recurrent layer without a "
-            "channel; train with LongCtxTrainer, which binds one to each batch"
+class _Exchange:
+    """One use of a program by a layer; what comes is kept for a recompute, which sends nothing."""
+
+    def __init__(self, batch: LongCtxBatch, module: nn.Module, step: str, program: Program) -> None:
+        self.runtime: Runtime = batch.runtime or Runtime()
+        if self.runtime.channel is None:
+            raise ValueError(
+                f"a batch cut over {batch.layout.ranks} ranks reached a recurrent layer without a "
+                "channel; train with LongCtxTrainer, which binds one to each batch"
+            )
+        self.saved, self.training = batch.saved, module.training
+        self.name = getattr(module, "layer_idx", id(module)), step
+        self.recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        self.before = self.runtime.sent_bytes
+        self.call = Call(
+            program=program,
+            channel=self.runtime.channel,
+            account=self.runtime.account,
+            saved=self.saved.take(self.name) if self.recompute else None,
+            forget=None if self.recompute else partial(self.saved.drop, self.name),
         )
-    account, name = runtime.account, (getattr(module, "layer_idx", id(module)), step)
-    recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
-    call = Call(
-        program=program,
-        channel=runtime.channel,
-        account=account,
-        saved=batch.saved.take(name) if recompute else None,
-        forget=None if recompute else partial(batch.saved.drop, name),
-    )
-    before = runtime.sent_bytes
-    came = fetch(call=call)
-    if recompute:
-        account.recompute_bytes += runtime.sent_bytes - before
-    elif module.training or came.requires_grad:
-        batch.saved.keep(name, (came.detach(),))
-    return came
+
+    def kept(self, came: Tensor) -> Tensor:
+        """What came, once it has."""
+        if self.recompute:
+            self.runtime.account.recompute_bytes += self.runtime.sent_bytes - self.before
+        elif self.training or came.requires_grad:
+            self.saved.keep(self.name, (came.detach(),))
+        return came
 
 
 def _refuse(rows: Tensor) -> None:

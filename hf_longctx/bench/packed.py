@@ -128,7 +128,7 @@ def measure(
     logger.info("%d documents: %s in turn, %d rounds", len(lengths), ", ".join(sides), rounds)
     model = shape.model()
     packed = inputs(lengths, vocabulary=shape.vocabulary)
-    alone = _split(packed, lengths)
+    alone = split(packed, lengths)
     cpu: dict[str, list[float]] = {side: [] for side in sides}
     wall: dict[str, list[float]] = {side: [] for side in sides}
     loss_error = grad_error = 0.0
@@ -158,7 +158,7 @@ def measure(
     )
 
 
-def _split(packed: Mapping[str, Tensor], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
+def split(packed: Mapping[str, Tensor], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     """Each document of a packed batch as a batch of its own."""
     count = packed["num_items_in_batch"]
     names = ("input_ids", "labels", "shift_labels")

@@ -3,11 +3,13 @@
 Floor: kernels. Letters: T tokens, C channels, W taps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+_BLOCK = 2**17  # numbers of a block of rows
 
 
 def causal_conv(
@@ -31,17 +33,63 @@ def causal_conv(
             its document has none (unused if that segment is empty); `None` for zeros.
     """
     wide = torch.promote_types(x_TC.dtype, torch.float32)
-    taps = weight_CW.shape[1]
-    tokens = np.asarray(lengths, dtype=np.int64)
-    # each segment stands behind a gap of W - 1 rows
-    rows = np.arange(len(x_TC)) + (taps - 1) * np.repeat(np.arange(1, len(tokens) + 1), tokens)
-    place = torch.from_numpy(rows).to(x_TC.device)
-    apart = x_TC.new_zeros(len(x_TC) + (taps - 1) * len(tokens), x_TC.shape[1], dtype=wide)
-    apart = apart.index_copy(0, place, x_TC.to(wide))
-    if halo is not None and len(tokens):
-        apart = torch.cat([halo.to(wide), apart[taps - 1 :]])
-    weight = weight_CW.to(wide)
-    valid = max(len(apart) - taps + 1, 0)
-    out = torch.stack([apart[w : w + valid] * weight[:, w] for w in range(taps)]).sum(0)
-    out = out.index_select(0, place - (taps - 1))
+    if halo is None:
+        halo = x_TC.new_zeros(weight_CW.shape[1] - 1, x_TC.shape[1])
+    given = (x.to(wide) for x in (x_TC, halo, weight_CW.T))
+    out = _Conv.apply(*given, tuple(lengths))
     return (out if bias is None else out + bias.to(wide)).to(x_TC.dtype)
+
+
+class _Term(NamedTuple):
+    """Rows of the output that earlier rows of the input, or the halo's, are added to."""
+
+    halo: bool
+    to: slice
+    rows: slice
+    tap: int
+
+
+def _terms(lengths: Sequence[int], taps: int, block: int) -> Iterator[_Term]:
+    """All but each row's own; block by block of rows, so that these stay in the cache."""
+    start = 0
+    for i, length in enumerate(lengths):
+        stop = start + length
+        for shift in range(1, taps):
+            tap, reached = taps - 1 - shift, min(shift, length)
+            if i == 0 and reached:
+                yield _Term(True, slice(0, reached), slice(tap, tap + reached), tap)
+        for first in range(start, stop, block):
+            last = min(first + block, stop)
+            for shift in range(1, taps):
+                to = slice(max(first, start + shift), last)
+                if to.start < last:
+                    yield _Term(False, to, slice(to.start - shift, last - shift), taps - 1 - shift)
+        start = stop
+
+
+class _Conv(torch.autograd.Function):
+    """`x [T, C]`, `halo [W - 1, C]`, `weight [W, C]`, lengths -> `[T, C]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, halo: Tensor, weight: Tensor, lengths: tuple[int, ...]
+    ) -> Tensor:
+        weight = weight.contiguous()
+        ctx.save_for_backward(x, halo, weight)
+        ctx.given = lengths, len(weight), max(1, _BLOCK // x.shape[1])
+        out = x * weight[-1]
+        for term in _terms(*ctx.given):
+            rows = (halo if term.halo else x)[term.rows]
+            out[term.to].addcmul_(rows, weight[term.tap])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, halo, weight = ctx.saved_tensors
+        d_x, d_halo, d_weight = grad * weight[-1], torch.zeros_like(halo), torch.zeros_like(weight)
+        d_weight[-1] = (grad * x).sum(0)
+        for term in _terms(*ctx.given):
+            d_rows, rows = (d_halo, halo) if term.halo else (d_x, x)
+            d_rows[term.rows].addcmul_(grad[term.to], weight[term.tap])
+            d_weight[term.tap] += (grad[term.to] * rows[term.rows]).sum(0)
+        return d_x, d_halo, d_weight, None

@@ -1,10 +1,10 @@
 """Log decays of chunks -> products of rows of queries and keys, decayed from one to the other.
 
-Floor: kernels. Letters: n chunks, H heads, K heads of queries and keys, C tokens of a chunk, N rows
-of the state, F queries that share their keys. With `b` the sums of the log decays from the chunk's
-start on, the product of query i with key j is `sum_N q_i k_j exp(b_i - b_j)` for `j <= i`, and 0
-above the diagonal. Exponents are formed as differences that are never above zero, so nothing
-overflows however fast the decay.
+Floor: kernels. Letters: n chunks, C tokens of a chunk, N rows of the state.
+With `b` the sums of the log decays from the chunk's start on, the product of
+query i with key j is `sum_N q_i k_j exp(b_i - b_j)` for `j <= i`, and 0 above the diagonal.
+Exponents are formed as differences that are never above zero, so nothing overflows however fast the
+decay.
 """
 
 from collections.abc import Iterator
@@ -17,31 +17,36 @@ from torch import Tensor
 class PerHead(torch.autograd.Function):
     """One decay for all rows of the state.
 
-    `PerHead.apply(q [F, n, K, C, N], k [n, K, C, N], b [n, H, C, 1])` gives `[F, n, H, C, C]`.
+    `PerHead.apply(b [n, C, 1], k [n, C, N], *queries [n, C, N])` gives `[n, C, C]` for each.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
         size = k.shape[-2]
-        upper = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
+        upper = torch.ones(size, size, dtype=torch.bool, device=k.device).triu_(1)
         decay = (sums - sums.mT).masked_fill_(upper, float("-inf")).exp_()
-        scores = spread(q @ k.mT, decay, dim=2)
-        ctx.save_for_backward(q, k, decay, scores)
+        scores = tuple((q @ k.mT).mul_(decay) for q in queries)
+        ctx.save_for_backward(k, decay, *queries, *scores)
         return scores
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        q, k, decay, scores = ctx.saved_tensors
-        shares = (grad * scores).sum(0)
-        products = (grad * decay).unflatten(2, (k.shape[1], -1)).sum(3)
-        d_k = (products.mT @ q).sum(0)
-        return products @ k, d_k, shares.sum(-1, keepdim=True) - shares.sum(-2)[..., None]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        k, decay, *others = ctx.saved_tensors
+        queries, scores = others[: len(grads)], others[len(grads) :]
+        d_k, d_queries, shares = torch.zeros_like(k), [], torch.zeros_like(decay)
+        for grad, q, score in zip(grads, queries, scores, strict=True):
+            shares.addcmul_(grad, score)
+            products = grad * decay
+            d_queries.append(products @ k)
+            d_k.baddbmm_(products.mT, q)
+        d_sums = shares.sum(-1, keepdim=True) - shares.sum(-2)[..., None]
+        return d_sums, d_k, *d_queries
 
 
 class PerRow(torch.autograd.Function):
     """A decay of each row of the state.
 
-    `PerRow.apply(q [F, n, H, C, N], k [n, H, C, N], b [n, H, C, N])` gives `[F, n, H, C, C]`.
+    `PerRow.apply(b [n, C, N], k [n, C, N], *queries [n, C, N])` gives `[n, C, C]` for each.
 
     A block on the diagonal is halved: its later half meets its earlier one through the token
     between them, by a matrix product of the two halves' decayed rows; then each half is halved. So
@@ -49,57 +54,74 @@ class PerRow(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-        scores = q.new_zeros(*q.shape[:-1], k.shape[-2])
-        for lower, (q_late, _), (k_early, _) in _halves(scores, q, k, sums):
-            lower.copy_(q_late @ k_early.mT)
-        scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-        ctx.save_for_backward(q, k, sums)
+    def forward(ctx: Any, sums: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
+        scores = tuple(k.new_zeros(*k.shape[:-1], k.shape[-2]) for _ in queries)
+        for half, late_decay, early_decay in _halves(sums):
+            early = _halved(k, half)[0] * early_decay
+            for q, score in zip(queries, scores, strict=True):
+                late = _halved(q, half)[1] * late_decay
+                _below(score, half).copy_(late @ early.mT)
+        for q, score in zip(queries, scores, strict=True):
+            score.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+        ctx.save_for_backward(sums, k, *queries)
         return scores
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        q, k, sums = ctx.saved_tensors
-        d_q, d_k = torch.zeros_like(q), torch.zeros_like(k)
-        for lower, (q_late, q_decay), (k_early, k_decay) in _halves(grad, q, k, sums):
-            blocks = lower.shape[-3], 2 * lower.shape[-1]
-            late, early = (x.unflatten(-2, blocks) for x in (d_q, d_k))
-            half = lower.shape[-1]
-            late[..., half:, :] += (lower @ k_early).mul_(q_decay)
-            early[..., :half, :] += (lower.mT @ q_late).sum(0).mul_(k_decay)
-        d_sums = (q * d_q).sum(0) - k * d_k  # the diagonal has no decay
-        own = grad.diagonal(dim1=-2, dim2=-1)[..., None]
-        return d_q.add_(own * k), d_k.add_((own * q).sum(0)), d_sums
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        sums, k, *queries = ctx.saved_tensors
+        d_k, d_queries = torch.zeros_like(k), [torch.zeros_like(k) for _ in queries]
+        for half, late_decay, early_decay in _halves(sums):
+            early = _halved(k, half)[0] * early_decay
+            for grad, q, d_q in zip(grads, queries, d_queries, strict=True):
+                late, lower = _halved(q, half)[1] * late_decay, _below(grad, half)
+                _halved(d_q, half)[1].addcmul_(lower @ early, late_decay)
+                _halved(d_k, half)[0].addcmul_(lower.mT @ late, early_decay)
+        d_sums = -k * d_k  # of all but the diagonal, which has no decay
+        for grad, q, d_q in zip(grads, queries, d_queries, strict=True):
+            d_sums.addcmul_(q, d_q)
+            own = grad.diagonal(dim1=-2, dim2=-1)[..., None]
+            d_q.addcmul_(own, k)
+            d_k.addcmul_(own, q)
+        return d_sums, d_k, *d_queries
 
 
-_Decayed = tuple[Tensor, Tensor]  # rows times their decay, and the decay
-
-
-def _halves(
-    scores: Tensor, q: Tensor, k: Tensor, sums: Tensor
-) -> Iterator[tuple[Tensor, _Decayed, _Decayed]]:
-    """At each level the blocks of `scores` below the diagonal, a view `[F, n, H, m, half, half]`,
-    with queries decayed from the middle on and keys decayed to the middle."""
-    size = k.shape[-2]
+def _halves(sums: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """At each level the tokens of a half, and the decays `[n, m, half, N]` from the middle of each
+    of m blocks to its later tokens, and from its earlier tokens to the middle."""
     half = 1
-    while half < size:
-        blocks = size // (2 * half), 2 * half
-        parts = scores.unflatten(-2, blocks).unflatten(-1, blocks).diagonal(dim1=-4, dim2=-2)
-        lower = parts.movedim(-1, -3)[..., half:, :half]
-        b = sums.unflatten(-2, blocks)
-        middle = b[..., half - 1 : half, :]
-        q_decay = (b[..., half:, :] - middle).exp_()
-        k_decay = (middle - b[..., :half, :]).exp_()
-        q_late = q.unflatten(-2, blocks)[..., half:, :] * q_decay
-        k_early = k.unflatten(-2, blocks)[..., :half, :] * k_decay
-        yield lower, (q_late, q_decay), (k_early, k_decay)
+    while half < sums.shape[-2]:
+        early, late = _halved(sums, half)
+        middle = early[..., -1:, :]
+        yield half, (late - middle).exp_(), (middle - early).exp_()
         half *= 2
 
 
-def spread(shared: Tensor, own: Tensor, *, dim: int) -> Tensor:
-    """The product of what heads share with what each has of its own; `dim` is that of heads."""
-    heads = shared.shape[dim]
-    if heads == own.shape[dim - shared.ndim]:
-        return shared * own
-    at = dim - shared.ndim
-    return (shared.unsqueeze(at) * own.unflatten(at, (heads, -1))).flatten(at - 1, at)
+def _halved(rows_nCN: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """The earlier and the later rows of each block, views `[n, m, half, N]`."""
+    blocks = rows_nCN.unflatten(-2, (-1, 2, half))
+    return blocks[..., 0, :, :], blocks[..., 1, :, :]
+
+
+def _below(scores_nCC: Tensor, half: int) -> Tensor:
+    """Later tokens against earlier ones of each block, a view `[n, m, half, half]`."""
+    blocks = scores_nCC.unflatten(-2, (-1, 2, half)).unflatten(-1, (-1, 2, half))
+    return blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
+class UnitLowerInverse(torch.autograd.Function):
+    """The inverse of matrices with ones on the diagonal and zeros above it, `[..., C, C]`.
+
+    What is given on and above the diagonal is not read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
+        one = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+        inverse = torch.linalg.solve_triangular(lower, one, upper=False, unitriangular=True)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return (inverse.mT @ grad @ inverse.mT).tril_(-1).neg_()

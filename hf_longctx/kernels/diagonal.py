@@ -20,7 +20,7 @@ class Diagonal(torch.autograd.Function):
     """Linear attention with one column of values and a decay per row.
 
     `Diagonal.apply(q [n, C, K, N], k [n, C, K, N], v [n, C, H], log_decay [n, C, H, N],
-    entering [H, N] or None, grid)` gives `[n, C, H]`.
+    entering [1, H, N] or None, grid)` gives `[n, C, H]`.
     """
 
     @staticmethod
@@ -35,22 +35,22 @@ class Diagonal(torch.autograd.Function):
     ) -> Tensor:
         decay = log_decay.exp()
         whole, left = torch.ones_like(decay[:, 0]), torch.zeros_like(decay[:, 0])
-        for t in range(grid.chunk):
+        for t in range(k.shape[1]):
             whole.mul_(decay[:, t])
             _add(left.mul_(decay[:, t]), v[:, t], k[:, t])
         states = carry(left, whole, entered(torch.empty_like(left), entering, grid), grid)
         out, state = torch.empty_like(v), states.clone()
-        for t in range(grid.chunk):
+        for t in range(k.shape[1]):
             _add(state.mul_(decay[:, t]), v[:, t], k[:, t])
             out[:, t] = _over_rows(state, q[:, t])
         ctx.save_for_backward(q, k, v, decay, whole, states)
-        ctx.grid, ctx.given = grid, entering is not None
+        ctx.grid, ctx.entering = grid, None if entering is None else entering.shape
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, decay, whole, states = ctx.saved_tensors
-        tokens = range(ctx.grid.chunk)
+        tokens = range(k.shape[1])
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         d_decay = torch.empty_like(decay)  # first the decayed states, before each token's write
         state = states.clone()
@@ -68,7 +68,7 @@ class Diagonal(torch.autograd.Function):
             d_v[:, t] = _over_rows(after, k[:, t])
             d_decay[:, t].mul_(after)
             after.mul_(decay[:, t])
-        return d_q, d_k, d_v, d_decay, entering_grad(total, ctx.grid, ctx.given), None
+        return d_q, d_k, d_v, d_decay, entering_grad(total, ctx.grid, ctx.entering), None
 
 
 def _add(state_nHN: Tensor, x_nH: Tensor, y_nKN: Tensor) -> Tensor:

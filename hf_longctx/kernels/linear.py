@@ -1,7 +1,7 @@
 """Queries, keys, values and decays of packed documents -> linear attention, chunk by chunk.
 
 Floor: kernels. Letters: T tokens, H heads, K heads of queries and keys, N rows of the state, V its
-columns, n chunks, C tokens of a chunk. The state of a head is `[N, V]`:
+columns, n chunks of a block of heads, C tokens of a chunk. The state of a head is `[N, V]`:
 
     S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t                    out_t = q_t S_t
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .decay import PerHead, PerRow, spread
+from .decay import PerHead, PerRow, UnitLowerInverse
 from .diagonal import Diagonal
 from .grid import Grid, grid
 from .recurrence import Carried, Corrected
@@ -24,6 +24,7 @@ __all__ = ["Summary", "apply", "compose", "linear_attention", "summarize"]
 
 _CHUNK = 64
 _SCAN_CHUNK = 32
+_TOGETHER = 8192  # tokens times heads
 
 
 def linear_attention(
@@ -52,20 +53,35 @@ def linear_attention(
     wide = torch.promote_types(v_THV.dtype, torch.float32)
     if v_THV.shape[-1] == 1 and log_decay.ndim == 3 and beta is None:
         return _diagonal(q_THN, k_THN, v_THV, log_decay, entering, lengths)
-    chunks = grid(lengths, chunk=_CHUNK)
+    chunks = _grid(lengths, v_THV)
     q, k, v, decay, rate = _laid(chunks, (q_THN, k_THN, v_THV, log_decay, beta), wide)
+    starts = [None] * len(v)
+    if entering is not None:
+        starts = entering.to(wide).chunk(len(v))
+    outs = [_attended(*block, chunks) for block in zip(q, k, v, decay, rate, starts, strict=True)]
+    return chunks.pick(outs).to(v_THV.dtype)
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor | None,
+    start: Tensor | None,
+    chunks: Grid,
+) -> Tensor:
+    """One block of heads: `[n, C, V]`."""
     sums = decay.cumsum(-2)
-    start = None if entering is None else entering.to(wide)
-    reads = spread(q, sums.exp(), dim=1)
+    keys, whole = _kept(k, sums)
     if rate is None:
-        scores = _scores(q[None], k, sums)[0]
-        states = Carried.apply(*_written(k, v, sums), start, chunks)
-        out = reads @ states + scores @ v
+        (weights,) = _scores(sums, k, q)
+        states = Carried.apply(keys.mT @ v, whole, start, chunks)
     else:
-        scores, overlaps = _scores(torch.stack([q, k]), k, sums)
-        states, new = Corrected.apply(*_corrections(k, v, sums, rate, overlaps), start, chunks)
-        out = reads @ states + scores @ new
-    return chunks.pick(out).to(v_THV.dtype)
+        weights, overlaps = _scores(sums, k, q, k)
+        given = _given(k, v, sums, rate, overlaps)
+        states, v = Corrected.apply(*given, keys, whole, start, chunks)
+    return torch.baddbmm(weights @ v, q * sums.exp(), states)
 
 
 def summarize(
@@ -76,22 +92,73 @@ def summarize(
     Float32 or wider. A run without tokens leaves the state as it is.
     """
     wide = torch.promote_types(v_THV.dtype, torch.float32)
-    chunks = grid([len(k_THN)], chunk=_CHUNK, closed=True)
+    tokens, heads, columns = v_THV.shape
+    chunks = _grid([tokens], v_THV, closed=True)
     k, v, decay, rate = _laid(chunks, (k_THN, v_THV, log_decay, beta), wide)
-    sums = decay.cumsum(-2)
-    if rate is None:
-        state = Carried.apply(*_written(k, v, sums), None, chunks)[-1]
-        total = log_decay.to(wide).sum(0).exp()
-        return Summary(state=state, decay=total.reshape(len(total), -1, 1))
-    heads, rows, columns = v.shape[1], k.shape[-1], v.shape[-1]
-    # zero values from the identity: what is left of each row of the state
-    identity = torch.eye(rows, dtype=wide, device=v.device).expand(heads, -1, -1)
-    start = torch.cat([v.new_zeros(heads, rows, columns), identity], -1)
-    overlaps = _scores(k[None], k, sums)[0]
-    new, *others = _corrections(k, v, sums, rate, overlaps)
-    new = torch.cat([new, new.new_zeros(*new.shape[:-1], rows)], -1)
-    left = Corrected.apply(new, *others, start, chunks)[0][-1]
+    blocks = zip(k, v, decay, rate, strict=True)
+    left = torch.cat([_left(*block, chunks) for block in blocks])
+    if beta is None:
+        return Summary(state=left, decay=log_decay.to(wide).sum(0).exp().reshape(heads, -1, 1))
     return Summary(state=left[..., :columns], decay=left[..., columns:])
+
+
+def _left(k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None, chunks: Grid) -> Tensor:
+    """What leaves the only segment from zeros, `[h, N, V]` of h heads; under the delta rule
+    `[h, N, V + N]`, beside it what is left of each row of the state that enters."""
+    heads = chunks.widths[-1]
+    sums = decay.cumsum(-2)
+    keys, whole = _kept(k, sums)
+    if rate is None:
+        return Carried.apply(keys.mT @ v, whole, None, chunks)[-heads:]
+    new, reads = _given(k, v, sums, rate, *_scores(sums, k, k))
+    rows = k.shape[-1]
+    # the identity enters beside zeros, and nothing is written to its columns
+    start = torch.eye(rows, dtype=v.dtype, device=v.device).expand(heads, -1, -1)
+    start = torch.cat([v.new_zeros(*start.shape[:2], v.shape[-1]), start], -1)
+    new = torch.cat([new, new.new_zeros(*new.shape[:-1], rows)], -1)
+    return Corrected.apply(new, reads, keys, whole, start, chunks)[0][-heads:]
+
+
+def _scores(sums: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
+    """Products of queries and keys, decayed from one token to the other, `[n, C, C]` of each."""
+    per = PerHead if sums.shape[-1] == 1 else PerRow
+    return per.apply(sums, k, *queries)
+
+
+def _kept(k: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys decayed to their chunk's end, and the decay of the whole chunk, `[n, N or 1, 1]`."""
+    last = sums[..., -1:, :]
+    return k * (last - sums).exp(), last.exp().mT
+
+
+def _given(
+    k: Tensor, v: Tensor, sums: Tensor, rate: Tensor, overlaps: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The delta rule of a chunk as a whole: its new values, and what they read of the state.
+
+    Each token's new value takes back what the earlier ones of its chunk have put in its place: a
+    triangular system, the same for the values and for the reads of the entering state.
+    """
+    solution = UnitLowerInverse.apply(overlaps * rate) * rate.mT
+    return solution @ v, solution @ (k * sums.exp())
+
+
+def _grid(lengths: Sequence[int], v_THV: Tensor, *, closed: bool = False) -> Grid:
+    """On CPU heads are taken one by one where all together would leave the cache."""
+    tokens, heads = v_THV.shape[:2]
+    split = v_THV.device.type == "cpu" and tokens * heads > _TOGETHER
+    return grid(lengths, chunk=_CHUNK, heads=heads, split=split, closed=closed, device=v_THV.device)
+
+
+def _laid(
+    chunks: Grid, rows: Sequence[Tensor | None], wide: torch.dtype
+) -> list[Sequence[Tensor | None]]:
+    """Rows in the grid, `[n, C, X]` of each block; what is `None` stays so."""
+    blocks = chunks.heads if chunks.split else 1
+    return [
+        [None] * blocks if x is None else chunks.lay((x[..., None] if x.ndim == 2 else x).to(wide))
+        for x in rows
+    ]
 
 
 def _diagonal(
@@ -104,54 +171,11 @@ def _diagonal(
 ) -> Tensor:
     """`linear_attention` where the state is a vector of rows that all decay on their own."""
     wide = torch.promote_types(v.dtype, torch.float32)
-    chunks = grid(lengths, chunk=_SCAN_CHUNK)
+    chunks = grid(lengths, chunk=_SCAN_CHUNK, device=v.device)
     # one "head" of all columns: tokens of a chunk in rows, as the loop takes them
-    laid = [chunks.lay(x.flatten(1)[:, None].to(wide))[:, 0] for x in (q, k, v, log_decay)]
+    laid = [chunks.lay(x.flatten(1)[:, None].to(wide))[0] for x in (q, k, v, log_decay)]
     shapes = q.shape[1:], k.shape[1:], v.shape[1:2], log_decay.shape[1:]
     rows = [x.unflatten(-1, shape) for x, shape in zip(laid, shapes, strict=True)]
-    start = None if entering is None else entering[..., 0].to(wide)
+    start = None if entering is None else entering[None, ..., 0].to(wide)
     out = Diagonal.apply(*rows, start, chunks)
-    return chunks.pick(out[:, None])[:, 0, :, None].to(v.dtype)
-
-
-def _laid(chunks: Grid, rows: Sequence[Tensor | None], wide: torch.dtype) -> list[Tensor]:
-    """Rows in the grid, each `[n, heads, C, X]`; what is `None` stays so."""
-    return [
-        None if x is None else chunks.lay((x[..., None] if x.ndim == 2 else x).to(wide))  # type: ignore[misc]
-        for x in rows
-    ]
-
-
-def _scores(q: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-    """Decayed products `[F, n, H, C, C]` of `q [F, n, K, C, N]` with `k [n, K, C, N]`."""
-    if sums.shape[-1] == 1:
-        return PerHead.apply(q, k, sums)
-    repeats = sums.shape[1] // k.shape[1]
-    q, k = q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 1)
-    return PerRow.apply(q, k, sums)
-
-
-def _written(k: Tensor, v: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """What each chunk adds to the state, `[n, H, N, V]`, and what it leaves of it."""
-    keys, decay = _kept(k, sums)
-    return keys.mT @ v, decay
-
-
-def _kept(k: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys decayed to their chunk's end, and the decay of the whole chunk, `[n, H, N or 1, 1]`."""
-    last = sums[..., -1:, :]
-    return spread(k, (last - sums).exp(), dim=1), last.exp().mT
-
-
-def _corrections(
-    k: Tensor, v: Tensor, sums: Tensor, rate: Tensor, overlaps: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The delta rule of a chunk as a whole: new values, what they read, keys, decay.
-
-    Each token's new value takes back what the earlier ones of its chunk have put in its place; a
-    triangular system, solved for the values and for the reads of the entering state at once.
-    """
-    columns = v.shape[-1]
-    given = torch.cat([v, spread(k, sums.exp(), dim=1)], -1) * rate
-    solved = torch.linalg.solve_triangular(overlaps * rate, given, upper=False, unitriangular=True)
-    return solved[..., :columns].contiguous(), solved[..., columns:].contiguous(), *_kept(k, sums)
+    return chunks.pick([out])[:, 0, :, None].to(v.dtype)

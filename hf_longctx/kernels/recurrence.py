@@ -1,6 +1,6 @@
 """Per chunk what it writes and how it decays -> the state that enters each chunk.
 
-Floor: kernels. Letters: n chunks, H heads, C tokens of a chunk, N rows of the state, V its columns.
+Floor: kernels. Letters: n chunks, h heads, C tokens of a chunk, N rows of the state, V its columns.
 The loops run over the steps of the grid, batched over segments and heads. Gradients are written out
 by hand: autograd would keep several states of every step, this keeps one.
 """
@@ -16,8 +16,8 @@ from .grid import Grid
 class Carried(torch.autograd.Function):
     """Without the delta rule: chunk i turns S into `decay_i * S + write_i`.
 
-    `Carried.apply(write [n, H, N, V], decay [n, H, N or 1, 1], entering [H, N, V] or None, grid)`
-    gives the states that enter the chunks, `[n, H, N, V]`.
+    `Carried.apply(write [n, N, V], decay [n, N or 1, 1], entering [h, N, V] or None, grid)`
+    gives the states that enter the chunks, `[n, N, V]`.
     """
 
     @staticmethod
@@ -26,7 +26,7 @@ class Carried(torch.autograd.Function):
     ) -> Tensor:
         states = carry(write, decay, entered(torch.empty_like(write), entering, grid), grid)
         ctx.save_for_backward(states, decay)
-        ctx.grid, ctx.given = grid, entering is not None
+        ctx.grid, ctx.entering = grid, None if entering is None else entering.shape
         return states
 
     @staticmethod
@@ -35,13 +35,13 @@ class Carried(torch.autograd.Function):
         total = grad.clone()
         d_write = carry_back(total, decay, ctx.grid)
         d_decay = (states * d_write).sum_to_size(decay.shape)
-        return d_write, d_decay, entering_grad(total, ctx.grid, ctx.given), None
+        return d_write, d_decay, entering_grad(total, ctx.grid, ctx.entering), None
 
 
 class Corrected(torch.autograd.Function):
     """With the delta rule: chunk i turns S into `decay_i * S + keys_i^T (new_i - reads_i S)`.
 
-    `Corrected.apply(new [n, H, C, V], reads [n, H, C, N], keys [n, H, C, N], decay, entering,
+    `Corrected.apply(new [n, C, V], reads [n, C, N], keys [n, C, N], decay, entering,
     grid)` gives the states that enter the chunks and the corrected values `new_i - reads_i S_i`.
     """
 
@@ -55,16 +55,15 @@ class Corrected(torch.autograd.Function):
         entering: Tensor | None,
         grid: Grid,
     ) -> tuple[Tensor, Tensor]:
-        shape = *new.shape[:2], keys.shape[-1], new.shape[-1]
+        shape = len(new), keys.shape[-1], new.shape[-1]
         states = entered(new.new_empty(shape), entering, grid)
         corrected = torch.empty_like(new)
         for now, kept, later in grid.steps():
-            given = _batch(new, now), _batch(reads, now), _batch(states, now)
-            torch.baddbmm(*given, alpha=-1, out=_batch(corrected, now))
+            torch.baddbmm(new[now], reads[now], states[now], alpha=-1, out=corrected[now])
             torch.mul(states[kept], decay[kept], out=states[later])
-            _batch(states, later).baddbmm_(_batch(keys, kept).mT, _batch(corrected, kept))
+            states[later].baddbmm_(keys[kept].mT, corrected[kept])
         ctx.save_for_backward(states, corrected, reads, keys, decay)
-        ctx.grid, ctx.given = grid, entering is not None
+        ctx.grid, ctx.entering = grid, None if entering is None else entering.shape
         return states, corrected
 
     @staticmethod
@@ -75,14 +74,14 @@ class Corrected(torch.autograd.Function):
         d_reads, d_keys = torch.empty_like(reads), torch.zeros_like(keys)
         d_decay = torch.zeros_like(decay)
         for now, kept, later in reversed(list(ctx.grid.steps())):
-            _batch(d_new, kept).baddbmm_(_batch(keys, kept), _batch(total, later))
-            torch.bmm(_batch(corrected, kept), _batch(total, later).mT, out=_batch(d_keys, kept))
+            d_new[kept].baddbmm_(keys[kept], total[later])
+            torch.bmm(corrected[kept], total[later].mT, out=d_keys[kept])
             d_decay[kept] = (states[kept] * total[later]).sum_to_size(decay[kept].shape)
             total[kept].addcmul_(decay[kept], total[later])
-            _batch(total, now).baddbmm_(_batch(reads, now).mT, _batch(d_new, now), alpha=-1)
-            torch.bmm(_batch(d_new, now), _batch(states, now).mT, out=_batch(d_reads, now))
+            total[now].baddbmm_(reads[now].mT, d_new[now], alpha=-1)
+            torch.bmm(d_new[now], states[now].mT, out=d_reads[now])
         d_reads.neg_()
-        d_entering = entering_grad(total, ctx.grid, ctx.given)
+        d_entering = entering_grad(total, ctx.grid, ctx.entering)
         return d_new, d_reads, d_keys, d_decay, d_entering, None
 
 
@@ -106,18 +105,14 @@ def carry_back(total: Tensor, decay: Tensor, grid: Grid) -> Tensor:
 def entered(states: Tensor, entering: Tensor | None, grid: Grid) -> Tensor:
     """`states [n, ...]`, empty until now, with those that enter the first step's chunks."""
     states[: grid.widths[0] if grid.widths else 0] = 0
-    if entering is not None and grid.first is not None:
+    if entering is not None and grid.first.stop:
         states[grid.first] = entering
     return states
 
 
-def entering_grad(total: Tensor, grid: Grid, given: bool) -> Tensor | None:
-    """The gradient of the state that entered the first segment; zeros if that is empty."""
-    if not given:
+def entering_grad(total: Tensor, grid: Grid, shape: torch.Size | None) -> Tensor | None:
+    """The gradient of the state that entered the first segment, of a given shape if any did; zeros
+    if that segment is empty."""
+    if shape is None:
         return None
-    return total.new_zeros(total.shape[1:]) if grid.first is None else total[grid.first]
-
-
-def _batch(laid: Tensor, chunks: slice) -> Tensor:
-    """Some chunks' matrices as one batch, a view."""
-    return laid[chunks].flatten(0, 1)
+    return total[grid.first] if grid.first.stop else total.new_zeros(shape)

@@ -81,7 +81,7 @@ class Adapter:
             ValueError: where the library's functions take other arguments than ours know.
         """
         for name, replacement in self.functions.items():
-            original = getattr(home, name, None)
+            original: Any = getattr(home, name, None)
             if not hasattr(original, "hf_longctx_original"):
                 refuse_unknown(f"{home.__name__}.{name}", original, replacement.parameters)
                 setattr(home, name, _dispatcher(original, replacement.function))

@@ -20,8 +20,9 @@ def carry(block: nn.Module) -> None:
     Args:
         block (`nn.Module`): Its class becomes one derived from it, of the same name.
     """
-    if not hasattr(type(block), "hf_longctx_carries"):
-        block.__class__ = _carrying(type(block))
+    kind: Any = type(block)
+    if not hasattr(kind, "hf_longctx_carries"):
+        block.__class__ = _carrying(kind)
 
 
 @cache
@@ -36,5 +37,5 @@ def _carrying(kind: Any) -> Any:
             return super(derived, self).forward(*args, **kwargs)
 
     members = {"__call__": __call__, "forward": forward, "__module__": kind.__module__}
-    derived = type(kind.__name__, (kind,), members | {"hf_longctx_carries": True})
+    derived: Any = type(kind.__name__, (kind,), members | {"hf_longctx_carries": True})
     return derived

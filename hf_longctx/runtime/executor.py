@@ -105,7 +105,7 @@ class Account:
         attending (`float`): Seconds in attention kernels, by `clock`.
         peak_bytes (`int`): Largest sum of live transient arrays in one layer.
         message_peak_bytes (`int`): Largest sum of messages that are posted and not waited for.
-        layers (`set[int]`): Layers that called.
+        layers (`set[object]`): Layers that called.
         half (`int`): Half of a batch that ran last.
         switches (`int`): How often one half's phase came after the other's.
         clock (`Callable`): Reads seconds; a benchmark may count those of its own process only.
@@ -119,7 +119,7 @@ class Account:
     attending: float = 0.0
     peak_bytes: int = 0
     message_peak_bytes: int = 0
-    layers: set[int] = field(default_factory=set)
+    layers: set[object] = field(default_factory=set)
     half: int = 0
     switches: int = 0
     clock: Callable[[], float] = time.perf_counter

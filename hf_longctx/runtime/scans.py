@@ -1,12 +1,16 @@
 """Scan and halo programs on a layer's tensors -> what enters from other ranks, differentiable.
 
-Floor: runtime. One autograd node each: backward runs the program's backward. What came in may be
-`saved`: a recompute under activation checkpointing then sends nothing, and only its backward does.
-Letters: T tokens, H heads, N rows of the state, V its columns, W taps, C channels.
+Floor: runtime. States travel while the caller computes: one autograd node has them leave, another
+takes what enters, and backward runs the program's backward between the same two. What came in may
+be `saved`: a recompute under activation checkpointing then sends nothing, and only its backward
+does. Letters: T tokens, H heads, N rows of the state, V its columns, W taps, C channels.
 """
 
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +23,8 @@ from ..plan import halo, scan
 from ..plan.count import Widths, sent
 from ..plan.program import Program
 from .executor import Account, Execution, drive
+
+_Bound = dict[int, dict[str, Tensor]]  # array -> its fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +46,7 @@ class Call:
     saved: tuple[Tensor, ...] | None = None
     forget: Callable[[], None] | None = None
 
-    def run(
-        self, bound: dict[int, dict[str, Tensor]], *, widths: Widths, dtype: torch.dtype, back: bool
-    ) -> Execution:
+    def run(self, bound: _Bound, *, widths: Widths, dtype: torch.dtype, back: bool) -> Execution:
         """Run one direction to its end on arrays that are given."""
         run = Execution(
             self.program,
@@ -57,8 +61,32 @@ class Call:
         self.account.planned_bytes += sum(sent(self.program, widths, backward=back).values())
         for number in range(len(self.program.backward if back else self.program.forward)):
             drive(run.phase(number), self.account)
-        if back and self.forget is not None:
-            self.forget()
+        return run
+
+    def start(self, bound: _Bound, **given: Any) -> Future[Execution]:
+        """As `run`, in a thread of its own, whose waits are not counted."""
+        under_way, inference = Future[Execution](), torch.is_inference_mode_enabled()
+        call = replace(self, account=Account())
+
+        def work() -> None:
+            try:
+                with torch.no_grad(), torch.inference_mode(inference):
+                    under_way.set_result(call.run(bound, **given))
+            except Exception as error:  # for who waits
+                under_way.set_exception(error)
+
+        threading.Thread(target=work, name="longctx scan", daemon=True).start()
+        return under_way
+
+    def finish(self, under_way: Future[Execution]) -> Execution:
+        """Wait for what was started, and count it. Raises what it met."""
+        account, began = self.account, time.perf_counter()
+        run = under_way.result()
+        account.waited += time.perf_counter() - began
+        account.planned_bytes += run.account.planned_bytes
+        account.peak_bytes = max(account.peak_bytes, run.account.peak_bytes)
+        messages = max(account.message_peak_bytes, run.account.message_peak_bytes)
+        account.message_peak_bytes = messages
         return run
 
 
@@ -73,7 +101,30 @@ def scan_states(summary: Summary, *, call: Call) -> Tensor:
     Returns:
         `[H, N, V]` in the summary's dtype, zeros where nothing enters.
     """
-    return _Scan.apply(call, summary.state, summary.decay)
+    return begin_scan(summary, call=call).finish()
+
+
+def begin_scan(summary: Summary, *, call: Call) -> "UnderWay":
+    """Start a scan, to be finished once, where its state is needed; arguments as in `scan_states`.
+
+    Until then, and in backward from there back to here, nothing else may use the call's channel:
+    the order of messages between two ranks is that of their posts.
+    """
+    states = _States(call, summary.state.shape, summary.decay.shape)
+    return UnderWay(states, _Begin.apply(states, summary.state, summary.decay), summary.decay)
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A scan that has begun."""
+
+    _states: "_States"
+    _begun: Tensor
+    _decay: Tensor
+
+    def finish(self) -> Tensor:
+        """Wait for the state that enters; see `scan_states`."""
+        return _Finish.apply(self._states, self._begun, self._decay.detach())
 
 
 def exchange_halo(x_TC: Tensor, *, width: int, call: Call) -> Tensor:
@@ -87,64 +138,93 @@ def exchange_halo(x_TC: Tensor, *, width: int, call: Call) -> Tensor:
     return _Halo.apply(call, width, x_TC[max(0, len(x_TC) - width) :])
 
 
-class _Scan(torch.autograd.Function):
+@dataclass(slots=True)
+class _States:
+    """A scan's call, the shapes `[H, N, V]` of states and of their decays, what is under way, and
+    in backward the state that entered."""
+
+    call: Call
+    shape: torch.Size
+    decay: torch.Size
+    under_way: Future[Execution] | None = None
+    entering: Tensor | None = None
+
+    def start(self, own: int, state: Tensor, decay: Tensor, *, back: bool) -> None:
+        """Begin a direction on states by rows: where there are more pieces than heads, a head's
+        columns stand as several heads."""
+        heads, rows, columns = self.shape
+        parts = max(1, int(self.call.program.head_groups[0]) // heads)
+        size = state.element_size()
+        widths = Widths(
+            heads=heads * parts,
+            kv_heads=heads,
+            head_dim=1,
+            value_dim=columns // parts,
+            state=rows,
+            itemsize=size,
+            wide_itemsize=size,
+        )
+        by_rows = state.transpose(0, 1).reshape(rows, heads * parts, columns // parts)
+        bound = {own: {"state": by_rows}, own + 1: {"decay": decay.transpose(0, 1)}}
+        self.under_way = self.call.start(bound, widths=widths, dtype=state.dtype, back=back)
+
+    def finish(self, result: int) -> Tensor:
+        """`[H, N, V]`: what the direction ended with."""
+        heads, rows, columns = self.shape
+        assert self.under_way is not None, "a scan is finished once"
+        state = self.call.finish(self.under_way).fields(result)["state"]
+        self.under_way = None  # it holds the arrays
+        return state.reshape(rows, heads, columns).transpose(0, 1).contiguous()
+
+    def decay_grad(self, leaving: Tensor) -> Tensor | None:
+        """dM: H S^T, of which a diagonal keeps its rows' sums, and a factor per head their sum."""
+        entering, self.entering = self.entering, None
+        if not (self.call.program.blocks[:, 3] == scan.DECAY).any():
+            return None  # a document starts or ends on this rank: nothing passes through
+        assert entering is not None
+        if self.decay[-1] > 1:
+            return leaving @ entering.mT
+        rows = (leaving * entering).sum(-1, keepdim=True)
+        return rows if self.decay[1] > 1 else rows.sum(1, keepdim=True)
+
+
+class _Begin(torch.autograd.Function):
+    """Starts a scan; in backward, takes what the reverse scan brought."""
+
     @staticmethod
-    def forward(ctx: Any, call: Call, state_HNV: Tensor, decay: Tensor) -> Tensor:
-        ctx.call = call
-        if call.saved is None:
-            run = _states(call, scan.SUMMARY, state_HNV, decay, back=False)
-            entering = _by_heads(run.fields(scan.ENTERING)["state"], like=state_HNV)
-        else:
-            (entering,) = call.saved
-        ctx.save_for_backward(decay, entering)
+    def forward(ctx: Any, states: _States, state_HNV: Tensor, decay: Tensor) -> Tensor:
+        ctx.states = states
+        if states.call.saved is None:
+            states.start(scan.SUMMARY, state_HNV, decay, back=False)
+        return state_HNV.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        leaving = ctx.states.finish(scan.LEAVING_GRAD)
+        return None, leaving, ctx.states.decay_grad(leaving)
+
+
+class _Finish(torch.autograd.Function):
+    """Takes the entering state; in backward, starts the reverse scan."""
+
+    @staticmethod
+    def forward(ctx: Any, states: _States, token: Tensor, decay: Tensor) -> Tensor:
+        saved = states.call.saved
+        entering = states.finish(scan.ENTERING) if saved is None else saved[0]
+        ctx.states = states
+        ctx.save_for_backward(entering, decay)
         return entering
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        decay, entering = ctx.saved_tensors
-        turned = decay.mT if decay.shape[-1] > 1 else decay
-        run = _states(ctx.call, scan.GRAD, grads[0], turned, back=True)
-        leaving = _by_heads(run.fields(scan.LEAVING_GRAD)["state"], like=entering)
-        return None, leaving, _decay_grad(ctx.call.program, leaving, entering, decay)
-
-
-def _decay_grad(
-    program: Program, leaving: Tensor, entering: Tensor, decay: Tensor
-) -> Tensor | None:
-    """dM: H S^T, of which a diagonal keeps its rows' sums, and one factor for a head their sum."""
-    if not (program.blocks[:, 3] == scan.DECAY).any():
-        return None  # a document starts or ends on this rank: nothing passes through
-    if decay.shape[-1] > 1:
-        return leaving @ entering.mT
-    rows = (leaving * entering).sum(-1, keepdim=True)
-    return rows if decay.shape[1] > 1 else rows.sum(1, keepdim=True)
-
-
-def _states(call: Call, own: int, state: Tensor, decay: Tensor, *, back: bool) -> Execution:
-    """Run one direction of a scan on `[H, N, V]`, or on heads of fewer columns where it has more
-    pieces than heads."""
-    heads, rows, columns = state.shape
-    parts = max(1, int(call.program.head_groups[0]) // heads)
-    size = state.element_size()
-    widths = Widths(
-        heads=heads * parts,
-        kv_heads=heads,
-        head_dim=1,
-        value_dim=columns // parts,
-        state=rows,
-        itemsize=size,
-        wide_itemsize=size,
-    )
-    by_rows = state.transpose(0, 1).reshape(rows, heads * parts, columns // parts)
-    bound = {own: {"state": by_rows}, own + 1: {"decay": decay.transpose(0, 1)}}
-    return call.run(bound, widths=widths, dtype=state.dtype, back=back)
-
-
-def _by_heads(state: Tensor, *, like: Tensor) -> Tensor:
-    """`[H, N, V]` of a program's state, whose rows come first."""
-    heads, rows, columns = like.shape
-    return state.reshape(rows, heads, columns).transpose(0, 1).contiguous()
+        states: _States = ctx.states
+        states.entering, decay = ctx.saved_tensors
+        if states.call.forget is not None:
+            states.call.forget()
+        states.start(scan.GRAD, grads[0], decay.mT if decay.shape[-1] > 1 else decay, back=True)
+        return None, grads[0].new_zeros(0), None
 
 
 class _Halo(torch.autograd.Function):
@@ -161,10 +241,12 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
+        call, (grad,) = ctx.call, grads
+        if call.forget is not None:
+            call.forget()
         wide = torch.promote_types(grad.dtype, torch.float32)
         bound = {halo.HALO_GRAD: {"dx": grad.to(wide)[:, None]}}
-        run = ctx.call.run(bound, widths=_channels(grad), dtype=grad.dtype, back=True)
+        run = call.run(bound, widths=_channels(grad), dtype=grad.dtype, back=True)
         return None, None, run.fields(halo.TAIL_GRAD)["dx"][:, 0].to(grad.dtype)
 
 

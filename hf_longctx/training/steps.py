@@ -29,7 +29,6 @@ class StepsMixin(_Base):
 
     longctx_costs: CostTable | None
     longctx_auto: Auto | None
-    longctx_algorithm: str
     _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
