@@ -112,7 +112,16 @@ _KERNELS = {
         "num_chunks reduction use_l2warp l2_penalty_factor accumulate_grad_in_fp32 process_group",
     ),
 }
-_ACTIVATIONS = {"swish": F.silu, "sigmoid": torch.sigmoid, "logsigmoid": F.logsigmoid}
+_HEAD = "fla.models.modeling_utils", "FLAPreTrainedModel._compute_logits_and_loss"
+_OF_HEAD = (
+    "self hidden_states labels logits_to_keep shift_labels num_items_in_batch "
+    "fuse_linear_cross_entropy use_l2warp"
+)
+_ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "swish": F.silu,
+    "sigmoid": torch.sigmoid,
+    "logsigmoid": F.logsigmoid,
+}
 
 
 def replace_kernels(layer: nn.Module) -> None:
@@ -130,15 +139,17 @@ def replace_kernels(layer: nn.Module) -> None:
         if not hasattr(original, "hf_longctx_original"):
             refuse_unknown(f"{module}.{name}", original, plain.parameters)
             setattr(holder, own, _by_device(original, plain.function))
-    holder, own = _held("fla.models.modeling_utils", "FLAPreTrainedModel._compute_logits_and_loss")
-    if not hasattr(getattr(holder, own), "hf_longctx_original"):
-        setattr(holder, own, _with_targets(getattr(holder, own)))
+    holder, own = _held(*_HEAD)
+    original = getattr(holder, own)
+    if not hasattr(original, "hf_longctx_original"):
+        refuse_unknown(".".join(_HEAD), original, _OF_HEAD)
+        setattr(holder, own, _with_targets(original))
     activations = sys.modules["fla.modules.activations"]
     for part in ("gate_fn", "feature_map_fn"):
         for name, function in _ACTIVATIONS.items():
-            original = getattr(activations, name)
-            if getattr(layer, part, None) is original:
-                setattr(layer, part, _by_device(original, function))
+            fused: Callable[..., Any] = getattr(activations, name)
+            if getattr(layer, part, None) is fused:
+                setattr(layer, part, _by_device(fused, function))
 
 
 def _held(module: str, name: str) -> tuple[Any, str]:

@@ -36,7 +36,7 @@ def _run(
     Args:
         layer (`Running`): The layer under way.
         step (`str`): Which recurrence it is.
-        q, k (`Tensor`): `[B, S, K, N]`; each head serves H / K heads of values.
+        q, k (`Tensor`): `[B, S, K, N]`; each head serves H / K consecutive ones of values.
         v (`Tensor`): `[B, S, H, V]`.
         log_decay (`Tensor`): `[B, S, H]` or `[B, S, H, N]`.
         beta (`Tensor`, *optional*): `[B, S, H]`.
@@ -49,10 +49,8 @@ def _run(
     if unit_rows:
         q_TKN, k_TKN = unit(q_TKN), unit(k_TKN)
     q_TKN = q_TKN * (q.shape[-1] ** -0.5 if scale is None else scale)
-    shared = v.shape[2] // q.shape[2]
-    q_THN, k_THN = (x.repeat_interleave(shared, dim=1) for x in (q_TKN, k_TKN))
     beta_TH = None if beta is None else beta.flatten(0, 1).to(wide)
-    out = recurrent(step, layer.batch, layer.module, q_THN, k_THN, v_THV, decay, beta_TH)
+    out = recurrent(step, layer.batch, layer.module, q_TKN, k_TKN, v_THV, decay, beta_TH)
     return out.to(q.dtype).unflatten(0, q.shape[:2]), None
 
 
