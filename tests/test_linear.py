@@ -70,6 +70,8 @@ FAMILIES = {
     "kimi-delta": Family(per_row=True, delta=True),
     "one-row": Family(rows=1, delta=True),
 }
+HEADS_APART = pytest.param(0, id="heads-apart")
+HEADS_TOGETHER = pytest.param(10**6, id="heads-together")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
@@ -96,8 +98,12 @@ def assert_close(
 
 
 @every_family
+@pytest.mark.parametrize("together", [HEADS_APART, HEADS_TOGETHER])
 @pytest.mark.parametrize("decay", [0.05, 1.0, 50.0], ids="decay{}".format)
-def test_b42_documents_equal_the_twin_token_by_token(family: Family, decay: float) -> None:
+def test_b42_documents_equal_the_twin_token_by_token(
+    family: Family, decay: float, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_TOGETHER", together)
     inputs = family.inputs(sum(PACK), decay=decay)
     ours = linear.linear_attention(**inputs, lengths=PACK)
     right = twin.linear_attention(**inputs, lengths=PACK)
@@ -205,9 +211,13 @@ def test_summaries_compose_in_order(family: Family) -> None:
 
 
 @every_family
+@pytest.mark.parametrize("together", [HEADS_APART, HEADS_TOGETHER])
 @pytest.mark.parametrize("cut", [1, 64, 99])
-def test_b44_a_cut_document_equals_the_whole_one(family: Family, cut: int) -> None:
+def test_b44_a_cut_document_equals_the_whole_one(
+    family: Family, cut: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The later part starts from what the earlier one leaves, and hands its gradient back."""
+    monkeypatch.setattr(linear, "_TOGETHER", together)
     inputs = family.inputs(100)
     early = {name: x[:cut] for name, x in inputs.items() if name != "entering"}
     late = {name: x[cut:] for name, x in inputs.items() if name != "entering"}

@@ -19,6 +19,7 @@ from hf_longctx.support import RECURRENT_FAMILIES
 from hf_longctx.verify.twins import REFERENCE, precision
 
 FAMILIES = [name.removesuffix("_text") for name in RECURRENT_FAMILIES]
+WITHOUT_SOFTMAX = ("mamba2", "mamba", "falcon_mamba")  # Transformers has but "eager" for them
 LENGTHS = (7, 1, 40, 65)
 BATCHES = [documents(LENGTHS), documents([30, 3, 9], seed=1)]
 EXACT = 1e-9
@@ -65,7 +66,8 @@ def test_b42_b48_outputs_and_gradients_equal_documents_alone(family, reentrant):
     account = found.runtimes[0].account
     layers = len(layer_kinds(model.config)) + len(recurrent_layers(model))
     assert account.calls == len(BATCHES) * layers
-    assert account.recomputed == (0 if reentrant is None else account.calls)
+    nested = 4 if family == "zamba2" and reentrant else 0  # its hybrid blocks hold others
+    assert account.recomputed == (0 if reentrant is None else account.calls + nested)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "minimax", "lfm2"])
@@ -95,8 +97,15 @@ def test_one_document_moves_no_other(family):
         assert float(grad[0, inside].abs().max()) == 0.0 < float(grad[0, ~inside].abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["eager", "sdpa", "zeco_linear"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name)
+        for family in FAMILIES
+        for name in ("eager", "sdpa", "zeco_linear")
+        if name != "sdpa" or family not in WITHOUT_SOFTMAX
+    ],
+)
 @pytest.mark.parametrize("description", DESCRIPTIONS)
 def test_boundaries_of_a_plain_forward(family, name, description):
     """Softmax layers of the library's own names see the same documents."""
@@ -113,6 +122,19 @@ def test_two_rows_of_packed_documents():
     found = logits(model, input_ids=rows, position_ids=apart)
     parts = [row.split(n, 1) for row, n in zip(rows[:, None], ([7, 1, 40], [20, 28]), strict=True)]
     right = torch.stack([torch.cat([logits(model, input_ids=p)[0] for p in row]) for row in parts])
+    torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
+
+
+@pytest.mark.parametrize("described", ["cu_seq_lens_q", "seq_idx"])
+def test_boundaries_of_one_document(described):
+    """As a collator gives them where a pack holds no more; the library's functions raise."""
+    model = prepare(tiny("sdpa", family="qwen3_next"))
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 40]), "seq_idx": torch.zeros(1, 40).long()}
+    ids = IDS[:, 8:48]
+    found = logits(
+        model, input_ids=ids, position_ids=positions(40), **{described: bounds[described]}
+    )
+    right = logits(model, input_ids=ids)
     torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
 
 
@@ -139,7 +161,8 @@ def test_positions_with_several_axes(family, axes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_without_packed_documents_are_as_before(family):
     """To the last bit: whole rows, padded ones, and a cache that goes on."""
-    stock = tiny("sdpa", family=family, dtype=torch.float32)
+    name = "eager" if family in WITHOUT_SOFTMAX else "sdpa"
+    stock = tiny(name, family=family, dtype=torch.float32)
     ours = prepare(copy.deepcopy(stock))
     rows = torch.stack([IDS[0, :24], IDS[0, 24:48]])
     mask = torch.ones_like(rows)

@@ -50,7 +50,10 @@ def batch(*lengths: int, ranks: int = 1) -> LongCtxBatch:
         ({"seq_idx": INDEX, "position_ids": positions(3, 110)}, "describe different documents"),
         ({"cu_seq_lens_q": BOUNDS[:-1]}, "describes rows 0 to 48, but the input has 113 rows"),
         ({KEY: batch(5, 6)}, "longctx_batch describes 11 tokens of rank 0, but the input has 113"),
-        ({KEY: batch(113, 113, ranks=2)}, "recurrent layers over 2 ranks are not built yet"),
+        (
+            {KEY: batch(100, 126, ranks=2)},
+            "cut over 2 ranks reached a recurrent layer without a channel",
+        ),
     ],
 )
 def test_forwards_are_refused_by_name(given, message):

@@ -180,7 +180,8 @@ def _with_batch(
     )
     plan = batch.plan(algorithm, kind)
     program = plan.program(batch.rank)
-    account, name = runtime.account, getattr(module, "layer_idx", id(module))
+    account, index = runtime.account, getattr(module, "layer_idx", -1)
+    name = id(module) if index in (None, -1) else index  # Zamba2 numbers all of them -1
     recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
     layer = Layer(program, runtime.channel, scoring, account, half=batch.half)
     if batch.speeds:

@@ -56,7 +56,7 @@ class Grid:
         laid = _Lay.apply(rows_TKX, self)
         return laid.unbind(1) if self.split else (laid.flatten(0, 1),)
 
-    def pick(self, blocks: Sequence[Tensor]) -> Tensor:
+    def pick(self, blocks: list[Tensor]) -> Tensor:
         """What stands in the blocks of the grid back into rows: `[T, H, X]`."""
         laid = torch.stack(blocks, 1) if self.split else blocks[0]
         return _Pick.apply(laid.reshape(-1, laid.shape[-1]), self)

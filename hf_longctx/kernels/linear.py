@@ -54,11 +54,12 @@ def linear_attention(
     if v_THV.shape[-1] == 1 and log_decay.ndim == 3 and beta is None:
         return _diagonal(q_THN, k_THN, v_THV, log_decay, entering, lengths)
     chunks = _grid(lengths, v_THV)
-    q, k, v, decay, rate = _laid(chunks, (q_THN, k_THN, v_THV, log_decay, beta), wide)
-    starts = [None] * len(v)
-    if entering is not None:
-        starts = entering.to(wide).chunk(len(v))
-    outs = [_attended(*block, chunks) for block in zip(q, k, v, decay, rate, starts, strict=True)]
+    q, k, v, decay = (_laid(x, chunks, wide) for x in (q_THN, k_THN, v_THV, log_decay))
+    none = (None,) * len(v)
+    rates = none if beta is None else _laid(beta, chunks, wide)
+    starts = none if entering is None else entering.to(wide).chunk(len(v))
+    blocks = zip(q, k, v, decay, rates, starts, strict=True)
+    outs = [_attended(*block, chunks=chunks) for block in blocks]
     return chunks.pick(outs).to(v_THV.dtype)
 
 
@@ -69,6 +70,7 @@ def _attended(
     decay: Tensor,
     rate: Tensor | None,
     start: Tensor | None,
+    *,
     chunks: Grid,
 ) -> Tensor:
     """One block of heads: `[n, C, V]`."""
@@ -94,15 +96,16 @@ def summarize(
     wide = torch.promote_types(v_THV.dtype, torch.float32)
     tokens, heads, columns = v_THV.shape
     chunks = _grid([tokens], v_THV, closed=True)
-    k, v, decay, rate = _laid(chunks, (k_THN, v_THV, log_decay, beta), wide)
-    blocks = zip(k, v, decay, rate, strict=True)
-    left = torch.cat([_left(*block, chunks) for block in blocks])
+    k, v, decay = (_laid(x, chunks, wide) for x in (k_THN, v_THV, log_decay))
+    rates = (None,) * len(v) if beta is None else _laid(beta, chunks, wide)
+    blocks = zip(k, v, decay, rates, strict=True)
+    left = torch.cat([_left(*block, chunks=chunks) for block in blocks])
     if beta is None:
         return Summary(state=left, decay=log_decay.to(wide).sum(0).exp().reshape(heads, -1, 1))
     return Summary(state=left[..., :columns], decay=left[..., columns:])
 
 
-def _left(k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None, chunks: Grid) -> Tensor:
+def _left(k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None, *, chunks: Grid) -> Tensor:
     """What leaves the only segment from zeros, `[h, N, V]` of h heads; under the delta rule
     `[h, N, V + N]`, beside it what is left of each row of the state that enters."""
     heads = chunks.widths[-1]
@@ -150,15 +153,9 @@ def _grid(lengths: Sequence[int], v_THV: Tensor, *, closed: bool = False) -> Gri
     return grid(lengths, chunk=_CHUNK, heads=heads, split=split, closed=closed, device=v_THV.device)
 
 
-def _laid(
-    chunks: Grid, rows: Sequence[Tensor | None], wide: torch.dtype
-) -> list[Sequence[Tensor | None]]:
-    """Rows in the grid, `[n, C, X]` of each block; what is `None` stays so."""
-    blocks = chunks.heads if chunks.split else 1
-    return [
-        [None] * blocks if x is None else chunks.lay((x[..., None] if x.ndim == 2 else x).to(wide))
-        for x in rows
-    ]
+def _laid(rows: Tensor, chunks: Grid, wide: torch.dtype) -> tuple[Tensor, ...]:
+    """`[T, heads]` or `[T, heads, X]` in the grid, `[n, C, X]` of each block."""
+    return chunks.lay((rows[..., None] if rows.ndim == 2 else rows).to(wide))
 
 
 def _diagonal(

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..data.batch import KEY, LongCtxBatch
 from ..runtime.binding import Runtime
+from .masks import show_documents
 from .running import Running, batch_of_block, batch_of_model, layer_under_way, running_layer
 
 KNOWN = {"transformers": "5.24", "fla": "0.6"}  # versions whose functions ours stand in for
@@ -48,6 +49,8 @@ class Adapter:
         forward (`Replacement`, *optional*): Stands in for the layer's own forward.
         carried (`bool`, *optional*): The decoder layer around it hands it no keyword arguments.
         plain (`bool`, *optional*): The layer's own forward runs on a CPU.
+        masked (`bool`, *optional*): The model makes the masks of its softmax layers without the
+            positions that show where documents start.
     """
 
     models: tuple[str, ...]
@@ -57,6 +60,7 @@ class Adapter:
     forward: Replacement | None = None
     carried: bool = False
     plain: bool = True
+    masked: bool = False
 
     def homes(self) -> set[str]:
         """Names of the modeling files that may define the class."""
@@ -88,14 +92,16 @@ class Adapter:
         if self.forward is not None:
             place = f"{home.__name__}.{type(module).__name__}.forward"
             refuse_unknown(place, module.forward, self.forward.parameters)
+        if self.masked:
+            show_documents(home)
         wrap_forward(module, partial(_forward, adapter=self))
 
     def expected(self, module: nn.Module) -> tuple[str, ...]:
         """What one forward of the module must call, in order."""
         return self.steps
 
-    def account(self, layer: Running, *, recompute: bool) -> None:
-        """Check that a forward went through our functions, and count it.
+    def check(self, layer: Running) -> None:
+        """Check that a forward went through our functions.
 
         Raises:
             ValueError: where it did not call exactly those.
@@ -107,12 +113,16 @@ class Adapter:
                 f"{type(layer.module).__name__} called {layer.steps} of hf_longctx where "
                 f"{[*expected]} were expected; {_versions(home.__name__)}"
             )
-        account = (layer.batch.runtime or Runtime()).account
-        if recompute:
-            account.recomputed += 1
-        else:
-            account.calls += 1
-            account.layers.add(("recurrent", getattr(layer.module, "layer_idx", id(layer.module))))
+
+
+def _count(layer: Running) -> None:
+    """Count a call of a layer; a recompute may end in the middle of it, with what it was for."""
+    account = (layer.batch.runtime or Runtime()).account
+    if torch._C._current_graph_task_id() != -1:  # inside a backward pass
+        account.recomputed += 1
+    else:
+        account.calls += 1
+        account.layers.add(("recurrent", getattr(layer.module, "layer_idx", id(layer.module))))
 
 
 def wrap_forward(
@@ -185,11 +195,12 @@ def _forward(original: Callable[..., Any], adapter: Adapter) -> Callable[..., An
             assert batch_of_model() is None, f"{KEY} was lost on its way to {type(self).__name__}"
             return original(self, *args, **kwargs)
         with running_layer(self, batch) as layer:
+            _count(layer)
             if adapter.forward is None:
                 out = original(self, *args, **kwargs)
             else:
                 out = adapter.forward.function(layer, *args, **kwargs)
-        adapter.account(layer, recompute=torch._C._current_graph_task_id() != -1)
+        adapter.check(layer)
         return out
 
     return forward

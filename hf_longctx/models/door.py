@@ -1,8 +1,8 @@
 """A model's keyword arguments -> the packed documents that they describe, as one batch object.
 
-Floor: models. Boundaries come from `longctx_batch`, else `cu_seq_lens_q`, else `position_ids`, else
-`seq_idx`; convolutions, scans and softmax layers share them. Calls without packed documents (also
-padded or cached ones) go on as they came.
+Floor: models. Boundaries come from `longctx_batch`, else from `cu_seq_lens_q`, `position_ids` and
+`seq_idx`, which must agree; convolutions, scans and softmax layers share them. Calls without packed
+documents (also padded or cached ones) go on as they came.
 """
 
 import inspect
@@ -40,7 +40,7 @@ def _forward(
 ) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False), **kwargs)
-        batch = batch_in(given, plain=plain or _rows(given).device.type != "cpu")
+        batch = batch_in(given, plain=plain or not _on_cpu(given))
         with running_model(batch, given.get("shift_labels")):
             if batch is None:
                 return original(self, *args, **kwargs)
@@ -57,8 +57,8 @@ def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | 
         plain (`bool`, *optional*): The layers can run without documents.
 
     Returns:
-        `None` where every row is one document, padded or not, or goes on from a cache, and the
-        layers can do without.
+        `None` where no boundaries are given, every row is one document, padded or not, or goes on
+        from a cache, and the layers can do without.
 
     Raises:
         ValueError: where packed documents come with padding or a cache, or boundaries do not fit
@@ -111,6 +111,11 @@ def _rows(given: Mapping[str, Any]) -> Tensor:
     return rows
 
 
+def _on_cpu(given: Mapping[str, Any]) -> bool:
+    rows = (given.get("input_ids"), given.get("inputs_embeds"))
+    return any(isinstance(x, Tensor) and x.device.type == "cpu" for x in rows)
+
+
 def _mask(given: Mapping[str, Any]) -> Tensor | None:
     """The attention mask, if it hides anything."""
     mask = given.get("attention_mask")
@@ -122,7 +127,7 @@ def _cached(given: Mapping[str, Any]) -> Any:
 
 
 def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Tokens of each packed document; `None` where every row is one."""
+    """Tokens of each document; `None` where rows are documents and only positions could tell."""
     if given.get("input_ids") is None and given.get("inputs_embeds") is None:
         return None  # the model says so itself
     batch, rows = _rows(given).shape[:2]
@@ -135,7 +140,8 @@ def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
             "the same boundaries in all"
         )
     lengths = next(iter(found.values()), None)
-    return None if lengths == (rows,) * batch else lengths
+    whole = found.keys() <= {"position_ids"} and lengths == (rows,) * batch
+    return None if whole else lengths  # the library refuses boundaries, of one document too
 
 
 def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

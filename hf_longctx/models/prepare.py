@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
 from ..support.rules import FLA_PARTS, refuse
-from . import fla, gated_delta, kimi_delta, lightning, short_conv
+from . import fla, gated_delta, kimi_delta, lightning, selective, short_conv, ssm
 from .adapter import Adapter
 from .blocks import carry
 from .door import open_door
@@ -23,6 +23,8 @@ ADAPTERS: tuple[Adapter, ...] = (
     *kimi_delta.ADAPTERS,
     *lightning.ADAPTERS,
     *short_conv.ADAPTERS,
+    *ssm.ADAPTERS,
+    *selective.ADAPTERS,
 )
 Model = TypeVar("Model", bound=nn.Module)
 

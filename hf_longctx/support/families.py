@@ -10,11 +10,11 @@ from typing import Any
 FLA_FAMILIES = ("gla", "retnet", "delta_net", "gated_deltanet", "kda")
 RECURRENT_FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax",
-    "lfm2",
+    "lfm2", "mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba",
+    "falcon_mamba", "jamba",
 )  # fmt: skip
 _OTHERS = (  # families without `layer_types`, or with such alone as look like others
-    "mamba", "mamba2", "falcon_mamba", "xlstm", "rwkv", "bamba", "falcon_h1", "granitemoehybrid",
-    "nemotron_h", "jamba", "lfm2_moe", "zamba", "zamba2", "recurrent_gemma",
+    "xlstm", "rwkv", "lfm2_moe", "zamba", "recurrent_gemma",
     # those of flash-linear-attention that have no adapter
     "abc", "comba", "gated_deltaproduct", "gsa", "hgrn", "hgrn2", "lightnet", "linear_attn",
     "log_linear_mamba2", "mamba3", "mesa_net", "mom", "precond_gated_deltanet", "precond_kda",

@@ -7,6 +7,7 @@ Recurrent layers of the reference run the library's own code, which shares nothi
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,9 @@ class KeepFloat64(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.autograd.backward and kwargs["grad_tensors"]:
+            with self:  # a recompute's own, in which another recompute may lie
+                return _backward(args[0], kwargs["grad_tensors"])
         double = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
         if double:
             if func is Tensor.float:
@@ -98,8 +102,11 @@ def backward(loss: Tensor) -> None:
     own handler, so layers that recompute there would go back to float32; the engine does not ask
     it.
     """
-    ones = torch.ones_like(loss)
-    _engine_run_backward((loss,), (ones,), False, False, (), True, True)
+    _backward((loss,), (torch.ones_like(loss),))
+
+
+def _backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    _engine_run_backward(tuple(outputs), tuple(grads), False, False, (), True, True)
 
 
 def load_config(path: str) -> Any:
