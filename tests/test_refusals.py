@@ -137,6 +137,11 @@ CONFIGS = {
     "recurrent layers": ("qwen3_next", {}, "model_type=qwen3_next"),
     "recurrent layers of other families": ("recurrent_gemma", {}, "model_type=recurrent_gemma"),
     "softmax layers alone": ("llama", {}, "model_type=llama"),
+    "options of flash-linear-attention": (
+        SimpleNamespace(model_type="gla", attn={"layers": [1]}),
+        {},
+        "attn={'layers': [1]}",
+    ),
     "RoPE longrope or dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -191,7 +196,7 @@ def test_each_rule_has_a_case_below():
 @pytest.mark.parametrize("rule", MODEL_RULES, ids=lambda rule: rule.feature)
 def test_models_are_refused_with_value_rule_and_remedy(rule):
     family, changes, value = CONFIGS[rule.feature]
-    config = AutoConfig.for_model(family, **changes)
+    config = AutoConfig.for_model(family, **changes) if isinstance(family, str) else family
     with pytest.raises(ValueError, match=re.escape(value)) as refusal:
         refuse_model(config, name=rule.names[0])
     assert rule.rule in str(refusal.value) and rule.remedy in str(refusal.value)

@@ -14,7 +14,6 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from ..data.batch import KEY, LongCtxBatch
@@ -22,7 +21,7 @@ from ..runtime.binding import Runtime
 from .masks import show_documents
 from .running import Running, batch_of_block, batch_of_model, layer_under_way, running_layer
 
-KNOWN = "5.24"  # the Transformers version whose functions ours stand in for
+KNOWN = {"transformers": "5.24", "fla": "0.6"}  # versions whose functions ours stand in for
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class Adapter:
         steps (`tuple[str, ...]`): What one forward must call, in order; see `Running.begin`.
         forward (`Replacement`, *optional*): Stands in for the layer's own forward.
         carried (`bool`, *optional*): The decoder layer around it hands it no keyword arguments.
+        plain (`bool`, *optional*): The layer's own forward runs on a CPU.
         masked (`bool`, *optional*): The model makes the masks of its softmax layers without the
             positions that show where documents start.
     """
@@ -59,11 +59,16 @@ class Adapter:
     functions: Mapping[str, Replacement] = field(default_factory=dict)
     forward: Replacement | None = None
     carried: bool = False
+    plain: bool = True
     masked: bool = False
+
+    def homes(self) -> set[str]:
+        """Names of the modeling files that may define the class."""
+        return {f"transformers.models.{name}.modeling_{name}" for name in self.models}
 
     def home(self, module: nn.Module) -> ModuleType | None:
         """The modeling file that defines the module's class, if this adapter is for it."""
-        homes = {f"transformers.models.{name}.modeling_{name}" for name in self.models}
+        homes = self.homes()
         for kind in type(module).__mro__:  # FSDP and users derive classes of their own
             if kind.__module__ in homes and kind.__name__.endswith(self.layer):
                 return sys.modules[kind.__module__]
@@ -85,10 +90,15 @@ class Adapter:
                 refuse_unknown(f"{home.__name__}.{name}", original, replacement.parameters)
                 setattr(home, name, _dispatcher(original, replacement.function))
         if self.forward is not None:
-            refuse_unknown(type(module).__name__, module.forward, self.forward.parameters)
+            place = f"{home.__name__}.{type(module).__name__}.forward"
+            refuse_unknown(place, module.forward, self.forward.parameters)
         if self.masked:
             show_documents(home)
         wrap_forward(module, partial(_forward, adapter=self))
+
+    def expected(self, module: nn.Module) -> tuple[str, ...]:
+        """What one forward of the module must call, in order."""
+        return self.steps
 
     def check(self, layer: Running) -> None:
         """Check that a forward went through our functions.
@@ -96,10 +106,12 @@ class Adapter:
         Raises:
             ValueError: where it did not call exactly those.
         """
-        if tuple(layer.steps) != self.steps:
+        expected, home = self.expected(layer.module), self.home(layer.module)
+        if tuple(layer.steps) != expected:
+            assert home is not None
             raise ValueError(
                 f"{type(layer.module).__name__} called {layer.steps} of hf_longctx where "
-                f"{[*self.steps]} were expected; {_versions()}"
+                f"{[*expected]} were expected; {_versions(home.__name__)}"
             )
 
 
@@ -142,18 +154,26 @@ def wrap_forward(
 def refuse_unknown(place: str, original: Any, parameters: str) -> None:
     """Refuse a function of the library whose parameters are not those that ours was written for.
 
+    Args:
+        place (`str`): Where it is: its module and its name.
+        original (`Callable`): The function, or `None` where there is none.
+        parameters (`str`): Names of the parameters that ours was written for.
+
     Raises:
         ValueError: with both lists, and the version that is known.
     """
     found = " ".join(inspect.signature(original).parameters) if original else "no such function"
     if found != parameters:
         raise ValueError(
-            f"{place} has parameters ({found}), but hf_longctx knows ({parameters}); {_versions()}"
+            f"{place} has parameters ({found}), but hf_longctx knows ({parameters}); "
+            f"{_versions(place)}"
         )
 
 
-def _versions() -> str:
-    return f"transformers is {transformers.__version__}, install {KNOWN}"
+def _versions(place: str) -> str:
+    """The version of the library that a place is in, and the one that is known."""
+    library = place.partition(".")[0]
+    return f"{library} is {sys.modules[library].__version__}, install {KNOWN[library]}"
 
 
 def _dispatcher(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,22 +22,26 @@ from .running import running_model
 _CACHES = ("cache", "past_key_values", "cache_params")  # its name by version and family
 
 
-def open_door(model: nn.Module) -> None:
+def open_door(model: nn.Module, *, plain: bool = True) -> None:
     """Have a model's forward find out about packed documents, for all layers in it.
 
     Args:
         model (`nn.Module`): The outermost module that Transformers made. Only this instance
             changes; a second time changes nothing.
+        plain (`bool`, *optional*): Its layers can run without documents on a CPU. If not, each row
+            is described as one document there.
     """
     names = tuple(inspect.signature(model.forward).parameters)
-    wrap_forward(model, partial(_forward, names=names))
+    wrap_forward(model, partial(_forward, names=names, plain=plain))
 
 
-def _forward(original: Callable[..., Any], *, names: Sequence[str]) -> Callable[..., Any]:
+def _forward(
+    original: Callable[..., Any], *, names: Sequence[str], plain: bool
+) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False), **kwargs)
-        batch = batch_in(given)
-        with running_model(batch):
+        batch = batch_in(given, plain=plain or not _on_cpu(given))
+        with running_model(batch, given.get("shift_labels")):
             if batch is None:
                 return original(self, *args, **kwargs)
             return original(self, **_handed_on(batch, given))
@@ -45,26 +49,29 @@ def _forward(original: Callable[..., Any], *, names: Sequence[str]) -> Callable[
     return forward
 
 
-def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
+def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | None:
     """The batch object in a forward's arguments, or one of the documents that they describe.
 
     Args:
         given (`Mapping`): The arguments by name.
+        plain (`bool`, *optional*): The layers can run without documents.
 
     Returns:
-        `None` where no boundaries are given and every row is one document, padded or not, or goes
-        on from a cache.
+        `None` where no boundaries are given, every row is one document, padded or not, or goes on
+        from a cache, and the layers can do without.
 
     Raises:
         ValueError: where packed documents come with padding or a cache, or boundaries do not fit
             the rows.
     """
     batch: LongCtxBatch | None = given.get(KEY)
+    lengths = _documents(given) if batch is None else None
+    packed = batch is not None or lengths is not None
+    if not packed and plain:
+        return None
     if batch is None:
-        lengths = _documents(given)
-        if lengths is None:
-            return None
-        batch = LongCtxBatch(cut(lengths, ranks=1, layout="contiguous"), 0)
+        each = (_rows(given).shape[1],) * len(_rows(given))
+        batch = LongCtxBatch(cut(lengths or each, ranks=1, layout="contiguous"), 0)
     held, rows = batch.layout.rows(batch.rank), _rows(given).shape[:2].numel()
     if held != rows:
         raise ValueError(
@@ -74,9 +81,11 @@ def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
     padded = _mask(given) is not None
     if padded or given.get("use_cache") or _cached(given) is not None:
         what = "padding in attention_mask" if padded else "a cache"
+        why = f"packed documents came with {what}, which knows nothing of their boundaries"
+        if not packed:
+            why = f"{what} reached layers whose kernels need a GPU; on a CPU each row starts anew"
         raise ValueError(
-            f"packed documents came with {what}, which knows nothing of their boundaries; leave "
-            "out attention_mask and the padding, and set use_cache=False"
+            f"{why}; leave out attention_mask and the padding, and set use_cache=False"
         )
     return batch
 
@@ -86,6 +95,7 @@ def _handed_on(batch: LongCtxBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     batch.prepared = True
     changed = {**given, KEY: batch, "use_cache": False}
     changed.pop("attention_mask", None)  # all ones, which would hide boundaries in position_ids
+    changed.pop("cu_seqlens", None)  # the layers would choose other functions by it
     positions = given.get("position_ids")
     if positions is None:
         own = torch.from_numpy(batch.layout.positions(batch.rank)).to(_rows(given).device)
@@ -99,6 +109,11 @@ def _rows(given: Mapping[str, Any]) -> Tensor:
     ids = given.get("input_ids")
     rows: Tensor = given["inputs_embeds"] if ids is None else ids
     return rows
+
+
+def _on_cpu(given: Mapping[str, Any]) -> bool:
+    rows = (given.get("input_ids"), given.get("inputs_embeds"))
+    return any(isinstance(x, Tensor) and x.device.type == "cpu" for x in rows)
 
 
 def _mask(given: Mapping[str, Any]) -> Tensor | None:
@@ -135,6 +150,8 @@ def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if given.get("cu_seq_lens_q") is not None:
         bounds = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
         found["cu_seq_lens_q"] = {"position_ids": None, **bounds}
+    if given.get("cu_seqlens") is not None:  # as flash-linear-attention spells it
+        found["cu_seqlens"] = {"position_ids": None, "cu_seq_lens_q": given["cu_seqlens"]}
     positions = _text(given.get("position_ids"))
     if _cached(given) is not None or isinstance(given.get("attention_mask"), dict):
         positions = None  # of tokens that go on from a cache, or of a prompt that fills one

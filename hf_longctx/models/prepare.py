@@ -11,12 +11,14 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
-from . import gated_delta, kimi_delta, lightning, selective, short_conv, ssm
+from ..support.rules import FLA_PARTS, refuse
+from . import fla, gated_delta, kimi_delta, lightning, selective, short_conv, ssm
 from .adapter import Adapter
 from .blocks import carry
 from .door import open_door
 
 ADAPTERS: tuple[Adapter, ...] = (
+    *fla.ADAPTERS,
     *gated_delta.ADAPTERS,
     *kimi_delta.ADAPTERS,
     *lightning.ADAPTERS,
@@ -47,6 +49,8 @@ def prepare(model: Model) -> Model:
     """
     layers = recurrent_layers(model)
     _refuse_unknown(model, [layer for layer, _ in layers])
+    if layers:
+        refuse((FLA_PARTS,), _base(model).config)
     for layer, adapter in layers:
         home = adapter.home(layer)
         assert home is not None
@@ -54,7 +58,7 @@ def prepare(model: Model) -> Model:
         if adapter.carried:
             carry(_block_of(layer, model))
     if layers:
-        open_door(_base(model))
+        open_door(_base(model), plain=all(adapter.plain for _, adapter in layers))
     return model
 
 

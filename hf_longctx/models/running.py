@@ -39,6 +39,7 @@ class Running:
 _LAYER: ContextVar[Running | None] = ContextVar("hf_longctx_layer", default=None)
 _BLOCK: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_block", default=None)
 _MODEL: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_model", default=None)
+_TARGETS: ContextVar[Tensor | None] = ContextVar("hf_longctx_targets", default=None)
 
 
 def layer_under_way() -> Running | None:
@@ -56,6 +57,11 @@ def batch_of_model() -> LongCtxBatch | None:
     return _MODEL.get()
 
 
+def targets_of_model() -> Tensor | None:
+    """The `shift_labels` given to the model under way, for heads that do not hand them on."""
+    return _TARGETS.get()
+
+
 @contextmanager
 def running_layer(module: nn.Module, batch: LongCtxBatch) -> Iterator[Running]:
     """Make a recurrent layer the one under way."""
@@ -69,9 +75,11 @@ def running_block(batch: LongCtxBatch | None) -> AbstractContextManager[None]:
     return _set(_BLOCK, batch)
 
 
-def running_model(batch: LongCtxBatch | None) -> AbstractContextManager[None]:
-    """Make a batch, or none, that of the model under way."""
-    return _set(_MODEL, batch)
+@contextmanager
+def running_model(batch: LongCtxBatch | None, targets: Tensor | None) -> Iterator[None]:
+    """Make a batch, or none, that of the model under way, and its `shift_labels`."""
+    with _set(_MODEL, batch), _set(_TARGETS, targets):
+        yield
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Floor: support. Nothing is ever downgraded in silence.
 
 from .calls import CALL_KEYWORDS, refuse_call
 from .families import (
+    FLA_FAMILIES,
     MIXED_LAYERS,
     RECURRENT_FAMILIES,
     RECURRENT_LAYERS,
@@ -23,6 +24,7 @@ from .wrappers import WRAPPER_RULES, refuse_wrappers
 __all__ = [
     "ARGUMENT_RULES",
     "CALL_KEYWORDS",
+    "FLA_FAMILIES",
     "HEAD_RULES",
     "MIXED_LAYERS",
     "MODEL_RULES",

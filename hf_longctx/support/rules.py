@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .families import (
+    FLA_FAMILIES,
     LAYERS_WITHOUT_MIXING,
     RECURRENT_LAYERS,
     SOFTMAX_LAYERS,
@@ -96,7 +97,23 @@ def _selected_keys(config: Any) -> object:
     return found or _field(*_SELECTING)(config)
 
 
+def _fla_parts(config: Any) -> object:
+    """Softmax layers and residual attention that it computes with kernels of its own, and terms of
+    its loss that are no sum over tokens."""
+    if getattr(config, "model_type", None) not in FLA_FAMILIES:
+        return None
+    unlike = "hidden_act=powlu" if getattr(config, "hidden_act", None) == "powlu" else None
+    return unlike or _field("attn", "attnres_block_size", "use_l2warp")(config)
+
+
 WITH_SDPA = "train it with attn_implementation='sdpa' for now"
+
+FLA_PARTS = Rule(
+    "options of flash-linear-attention",
+    _fla_parts,
+    "nothing here computes them per document",
+    "set attn, attnres_block_size and use_l2warp to None, and hidden_act to swish",
+)
 
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
@@ -125,6 +142,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         "use distca or charm",
         names=("zeco_linear",),
     ),
+    FLA_PARTS,
     Rule(
         "RoPE longrope or dynamic",
         _rope_type,

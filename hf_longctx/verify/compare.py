@@ -23,6 +23,7 @@ from ..comm.topology import given_levels
 from ..plan.levels import Levels
 from ..support import recurrent_family, refuse_model, refuse_pingpong
 from .bounds import bounds_of, broken
+from .fla import naive_kernels
 from .ranks import Case, RankResult, run_rank
 from .twins import (
     DTYPES,
@@ -67,7 +68,7 @@ def run_reference(case: Case, *, name: str, dtype: torch.dtype) -> Reference:
     model.train()
     found = Reference([], 0.0, {})
     count = torch.tensor(case.targets)
-    with precision(dtype):
+    with precision(dtype), naive_kernels(model):
         for batch in range(len(case.lengths)):
             logits = []
             for document in case.documents(batch):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from .fla import library_for, naive_kernels
+
 MAX_LAYERS = 10_000  # far above any model; kinds of layers are told apart one by one
 MAX_PARAMETERS = 300_000_000  # of an instance: about a gigabyte, and seconds to draw
 VOCABULARY = 256
@@ -40,12 +42,13 @@ def small_model(config: Any, *, build: Callable[[Any], Any] | None = None) -> An
     for candidate in _candidates(config):
         candidate._attn_implementation = None  # the family's own, which must run by itself
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), library_for(candidate):
                 size = sum(p.numel() for p in build(copy.deepcopy(candidate)).parameters())
             if size > MAX_PARAMETERS:
                 raise ValueError(f"{size:,} parameters are above {MAX_PARAMETERS:,}")
-            model = build(candidate).float().eval()
-            with torch.no_grad():
+            with library_for(candidate):
+                model = build(candidate).float().eval()
+            with torch.no_grad(), naive_kernels(model):
                 model(input_ids=torch.arange(3)[None], use_cache=False)
         except Exception as error:  # whatever a family does with sizes it was not made for
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])

@@ -27,6 +27,8 @@ from transformers import (
 
 from ..attention.masks import Bidirectional, SlidingWindow, attention_mask
 from ..kernels.reference import attention
+from ..support import FLA_FAMILIES
+from .fla import library_for, load_fla
 from .shrink import refuse_layers
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -125,6 +127,8 @@ def load_config(path: str) -> Any:
     parts = [part for part in (given, given.get("text_config")) if isinstance(part, dict)]
     for layers in (part.get(name) for part in parts for name in _LAYERS):
         refuse_layers(layers)  # before a config class that lists every layer
+    if given.get("model_type") in FLA_FAMILIES:
+        load_fla()
     if place.is_dir():
         return AutoConfig.from_pretrained(path)
     if "model_type" not in given:
@@ -163,13 +167,16 @@ def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
     config = load_config(path)
     for field in dropout_fields(config):
         setattr(config.get_text_config(decoder=True), field, 0.0)
-    if Path(path).is_dir():
-        model = auto_class(config).from_pretrained(
-            path, config=config, dtype=torch.float32, **options
-        )
-    else:
-        model = auto_class(config).from_config(config, dtype=torch.float32, **options)
-        draw_at_unit_gain(model)
+    if config.model_type in FLA_FAMILIES:  # fused losses never form the logits that are compared
+        config.fuse_cross_entropy = config.fuse_linear_cross_entropy = False
+    with library_for(config):
+        if Path(path).is_dir():
+            model = auto_class(config).from_pretrained(
+                path, config=config, dtype=torch.float32, **options
+            )
+        else:
+            model = auto_class(config).from_config(config, dtype=torch.float32, **options)
+            draw_at_unit_gain(model)
     model.config.use_cache = False
     return convert(model, dtype)
 
