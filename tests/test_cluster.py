@@ -83,6 +83,11 @@ def test_fast_links_have_bursts_of_two_milliseconds() -> None:
     assert sum("rate 10000000000bit burst 2500000 " in command for command in commands) == 4
 
 
+def test_a_burst_can_be_as_small_as_a_packet() -> None:
+    spec = ClusterSpec(nodes=2, ranks_per_node=1, cross=10**7, burst=10_000)
+    assert sum("rate 10000000bit burst 10000 " in command for command in build_commands(spec)) == 4
+
+
 def test_environment_is_that_of_launchers() -> None:
     found = environment(ClusterSpec(nodes=2, ranks_per_node=4, cross=10**9), rank=6)
     assert found.items() >= {
