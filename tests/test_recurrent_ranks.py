@@ -20,6 +20,9 @@ CASES = [
     ("minimax", 4, "chain"),  # lightning
     ("lfm2", 4, "auto"),  # convolutions alone
     ("olmo_hybrid", 2, "allgather"),
+    ("mamba2", 3, "chain"),  # state-space layers alone, one decay per head
+    ("falcon_h1", 2, "tree"),  # beside softmax in each layer
+    ("jamba", 2, "chain"),  # a decay per row, of vectors
 ]
 
 
@@ -36,11 +39,13 @@ def test_families_are_exact_over_ranks(rank_pool: Any, family: str, ranks: int, 
     assert_exact(verify(rank_pool, family, name="zeco_linear", ranks=ranks, arguments=arguments))
 
 
-@pytest.mark.parametrize("softmax", ["distca", "ring"])
-def test_a_hybrid_recomputes_without_sending(rank_pool: Any, softmax: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "softmax"), [("qwen3_next", "distca"), ("qwen3_next", "ring"), ("zamba2", "distca")]
+)
+def test_a_hybrid_recomputes_without_sending(rank_pool: Any, family: str, softmax: str) -> None:
     arguments = LongCtxArguments(longctx_softmax=softmax)
     given = {"ranks": 3, "arguments": arguments, "checkpointing": True}
-    assert_exact(verify(rank_pool, "qwen3_next", name="zeco_linear", **given))
+    assert_exact(verify(rank_pool, family, name="zeco_linear", **given))
 
 
 def test_short_documents_leave_recurrent_layers_without_traffic(rank_pool: Any) -> None:
