@@ -105,9 +105,8 @@ class LongCtxArguments:
     )
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
         "auto",
-        "How states of recurrent layers pass from rank to rank (zeco_linear): chain passes one on, "
-        "in pieces; tree takes as many steps as the ranks have binary digits; allgather sends all "
-        "to all. auto: what is predicted to be fastest.",
+        "How states of recurrent layers pass on (zeco_linear): chain from rank to rank, in pieces; "
+        "tree in log2 steps; allgather to all at once. auto: what is predicted to be fastest.",
     )
     longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
         "distca", "How softmax layers run across ranks under zeco_linear."

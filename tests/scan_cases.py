@@ -20,6 +20,8 @@ from hf_longctx.comm.relaying import sent_over_all
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels import linear_reference
 from hf_longctx.plan.layout import Layout, cut
+from hf_longctx.plan.scan import State, program
+from hf_longctx.plan.schedule import Sizes
 from hf_longctx.runtime.binding import Runtime
 from hf_longctx.runtime.executor import Account
 
@@ -130,12 +132,14 @@ class Case:
         given (`Inputs`): All tokens of it.
         scan (`str`): Schedule.
         checkpointing (`str`): `none`, `reentrant` or `non_reentrant`.
+        pieces (`int`): Of the chain; 0 leaves it to the batch.
     """
 
     layout: Layout
     given: Inputs
     scan: str = "auto"
     checkpointing: str = "none"
+    pieces: int = 0
     module: nn.Module = field(default_factory=lambda: nn.Linear(1, 1))
 
     def run(self, rank: int, channel: Channel) -> Ran:
@@ -147,6 +151,12 @@ class Case:
         account = Account()
         runtime = Runtime(channel=channel, account=account)
         batch = LongCtxBatch(self.layout, rank, runtime=runtime, scan=self.scan)
+        if self.pieces:
+            decay = "matrix" if self.given.beta.shape[1] else "row"
+            sizes = Sizes(State(ROWS, decay), HEADS, self.given.v.shape[2], 8)
+            batch._programs[sizes] = program(
+                self.layout, rank=rank, state=sizes.state, schedule="chain", pieces=self.pieces
+            )
 
         def layer(q, k, v, log_decay, beta, x, weight, bias):  # type: ignore[no-untyped-def]
             rate = beta if beta.shape[1] else None

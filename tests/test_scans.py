@@ -114,6 +114,18 @@ def test_a_chain_sends_and_holds_one_state_whatever_the_ranks(family: str) -> No
     assert peaks == {(state, 2 * halo)}  # what has come is taken before anything leaves
 
 
+@pytest.mark.parametrize("family", ["row", "delta"])
+@pytest.mark.parametrize("pieces", [2, 4, 16])
+def test_pieces_of_a_chain_are_heads_or_columns(family: str, pieces: int) -> None:
+    whole, cut = (
+        case([24], ranks=4, family=family, columns=8, pieces=count) for count in (1, pieces)
+    )
+    once, ran = run_threads(whole), run_threads(cut)
+    assert error(gather(cut, ran), reference(cut.given, [24])) < 1e-11
+    assert [each.sent for each in ran] == [each.sent for each in once]
+    assert [each.account.peak_bytes for each in ran] == [each.account.peak_bytes for each in once]
+
+
 @every_family
 def test_b42_documents_neither_leak_nor_restart_at_a_rank_edge(family: str) -> None:
     lengths = [37, 51, 40]

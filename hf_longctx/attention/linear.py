@@ -55,12 +55,14 @@ def recurrent(
     program = batch.scan_program(sizes)
     if program is None:
         return attend(v_THV)
-    last = slice(len(v_THV) - lengths[-1], None)
+    first, final = (batch.layout.of_rank(batch.rank)[end] for end in (0, -1))
+    leaves = final.stop < batch.layout.lengths[final.document]
+    last = slice(len(v_THV) - (lengths[-1] if leaves else 0), None)
     rate = None if beta is None else beta[last]
     summary = summarize(k_THN[last], v_THV[last], log_decay=log_decay[last], beta=rate)
     exchange = _Exchange(batch, module, step, program)
     under_way = begin_scan(summary, call=exchange.call)
-    reached = lengths[0] if batch.layout.of_rank(batch.rank)[0].start else 0
+    reached = lengths[0] if first.start else 0
     if beta is not None and reached:
         return attend(v_THV, entering=exchange.kept(under_way.finish()))
     out = attend(v_THV.to(wide))  # as if nothing entered, while states travel

@@ -188,7 +188,9 @@ class LongCtxBatch:
         return self.choices[kind]
 
     def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
-        """One non-negative int64 that stands for the documents and for the plans of layer kinds."""
+        """One non-negative int64 that stands for the documents and for the plans of layer kinds;
+        of a model without softmax layers, for the layout."""
+        kinds = [*kinds] or [LayerKind()]
         plans = [part.plan(algorithm, kind).digest for kind in kinds for part in self.parts]
         numbers = np.asarray([self.contents, *sorted(plans)], "<i8")  # kinds may be a set
         return int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little") >> 1

@@ -107,12 +107,10 @@ def program(
         state, GRAD, DECAY_T, LEAVING_GRAD, at.after[::-1], at.before[::-1], at.through, pieces
     )
     gathered = max(len(at.before), len(at.after)) if schedule == "allgather" else 1
-    decay, rows = DECAYS[state.decay], (state.rows, state.decay_rows)
-    home = [("state", rows[0]), (decay, rows[1]), ("state", rows[0])]
-    pairs = [("state", rows[0]), (decay, rows[1])]
-    came = [("state", gathered * rows[0]), (decay, gathered * rows[1])]
+    one, decay = ("state", state.rows), (DECAYS[state.decay], state.decay_rows)
+    came = [(kind, gathered * rows) for kind, rows in (one, decay)]
     return Program.build(
-        arrays=[*home, *home, pairs[0], pairs[1], pairs[1], *came],
+        arrays=[*(one, decay, one) * 2, one, decay, decay, *came],
         held=(),
         forward=getattr(forward, schedule)(),
         backward=getattr(back, schedule)(),

@@ -95,7 +95,7 @@ def scan_states(summary: Summary, *, call: Call) -> Tensor:
 
     Args:
         summary (`Summary`): Of the rank's last segment, in float32 or wider. Where nothing leaves
-            the rank its values are not used, but its gradient, of zeros, is what has backward run.
+            the rank it may be of no tokens: its gradient, of zeros, is what has backward run.
         call (`Call`): With a program of `plan.scan`.
 
     Returns:
