@@ -18,8 +18,9 @@ CASES = [
     ("kimi_linear", 3, "tree"),  # the delta rule with a decay per row
     ("minimax", 4, "chain"),  # lightning
     ("lfm2", 4, "auto"),  # convolutions alone
-    ("bamba", 2, "auto"),  # state-space duality
-    ("falcon_mamba", 2, "allgather"),  # states of one column, and no softmax layers
+    ("mamba2", 3, "chain"),  # state-space layers alone, one decay per head
+    ("falcon_h1", 2, "tree"),  # beside softmax in each layer
+    ("jamba", 2, "allgather"),  # a decay per row, of vectors
 ]
 
 
@@ -36,10 +37,13 @@ def test_families_are_exact_over_ranks(rank_pool: Any, family: str, ranks: int, 
     assert_exact(verify(rank_pool, family, name="zeco_linear", ranks=ranks, arguments=arguments))
 
 
-def test_a_hybrid_recomputes_without_sending(rank_pool: Any) -> None:
-    arguments = LongCtxArguments(longctx_softmax="ring")
+@pytest.mark.parametrize(
+    ("family", "softmax"), [("qwen3_next", "ring"), ("zamba2", "distca")]
+)
+def test_a_hybrid_recomputes_without_sending(rank_pool: Any, family: str, softmax: str) -> None:
+    arguments = LongCtxArguments(longctx_softmax=softmax)
     given = {"ranks": 3, "arguments": arguments, "checkpointing": True}
-    assert_exact(verify(rank_pool, "qwen3_next", name="zeco_linear", **given))
+    assert_exact(verify(rank_pool, family, name="zeco_linear", **given))
 
 
 def test_short_documents_leave_recurrent_layers_without_traffic(rank_pool: Any) -> None:

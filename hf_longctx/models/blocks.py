@@ -1,8 +1,9 @@
-"""Decoder layers that hand no keyword arguments to their recurrent layer -> layers that carry the
-batch there.
+"""Decoder layers around a recurrent layer -> layers that carry the batch to it, and that recompute
+it once.
 
-Floor: models. The batch comes from the model's forward under way; activation checkpointing keeps it
-among the layer's arguments, so that a recompute sees the batch of its own forward.
+Floor: models. Some hand no keyword arguments to their recurrent layer. The batch comes from the
+model's forward under way; activation checkpointing keeps it among the layer's arguments, so that a
+recompute sees the batch of its own forward.
 """
 
 from functools import cache
@@ -38,4 +39,25 @@ def _carrying(kind: Any) -> Any:
 
     members = {"__call__": __call__, "forward": forward, "__module__": kind.__module__}
     derived: Any = type(kind.__name__, (kind,), members | {"hf_longctx_carries": True})
+    return derived
+
+
+def leave_recompute(block: nn.Module) -> None:
+    """Have a decoder layer leave its recompute to the one that it lies in, as in Zamba2.
+
+    Each would recompute the recurrent layer, of which states are kept for one recompute.
+
+    Args:
+        block (`nn.Module`): Its class becomes one derived from it, of the same name.
+    """
+    kind: Any = type(block)
+    if not hasattr(kind, "hf_longctx_leaves"):
+        block.__class__ = _leaving(kind)
+
+
+@cache
+def _leaving(kind: Any) -> Any:
+    off = property(lambda self: False, lambda self, value: None)
+    members = {"gradient_checkpointing": off, "__module__": kind.__module__}
+    derived: Any = type(kind.__name__, (kind,), members | {"hf_longctx_leaves": True})
     return derived

@@ -14,7 +14,7 @@ from ..support import RECURRENT_LAYERS, recurrent_family
 from ..support.rules import FLA_PARTS, refuse
 from . import fla, gated_delta, kimi_delta, lightning, selective, short_conv, ssm
 from .adapter import Adapter
-from .blocks import carry
+from .blocks import carry, leave_recompute
 from .door import open_door
 
 ADAPTERS: tuple[Adapter, ...] = (
@@ -55,8 +55,11 @@ def prepare(model: Model) -> Model:
         home = adapter.home(layer)
         assert home is not None
         adapter.adapt(layer, home)
+        block, *inner = _blocks_of(layer, model)
         if adapter.carried:
-            carry(_block_of(layer, model))
+            carry(block)
+        for each in inner:
+            leave_recompute(each)
     if layers:
         open_door(_base(model), plain=all(adapter.plain for _, adapter in layers))
     return model
@@ -119,10 +122,10 @@ def _holds(module: nn.Module, ids: set[int]) -> int:
     return sum(id(part) in ids for part in module.modules())
 
 
-def _block_of(layer: nn.Module, model: nn.Module) -> nn.Module:
-    """The decoder layer around a recurrent layer."""
+def _blocks_of(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """The decoder layers around a recurrent layer, from outside to inside."""
     blocks = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
-    return next(block for block in blocks if any(m is layer for m in block.modules()))
+    return [block for block in blocks if any(m is layer for m in block.modules())]
 
 
 def _base(model: Any) -> Any:
