@@ -94,16 +94,18 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _add_longctx_flags(parser: argparse.ArgumentParser, *, names: Sequence[str]) -> None:
-    """The fields `longctx_X` in `names` as `--X`; flags that a command does not use are unknown."""
+    """The fields `longctx_X` in `names` as `--X`, or spelled as in training, as errors name them;
+    flags that a command does not use are unknown."""
     from .arguments import LongCtxArguments
 
-    group = parser.add_argument_group("flags of the run (--longctx_X in training)")
+    group = parser.add_argument_group("flags of the run, as in training")
     for field in dataclasses.fields(LongCtxArguments):
         if field.name not in names:
             continue
         kind, choices = _kind_of(field.type)
         group.add_argument(
             "--" + field.name.removeprefix("longctx_"),
+            "--" + field.name,
             dest=field.name,
             type=kind,
             choices=choices,

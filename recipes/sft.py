@@ -23,7 +23,7 @@ import transformers
 import yaml
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.data.chat import tokenize_rows
@@ -39,6 +39,13 @@ class ModelArguments:
         default="", metadata={"help": "Checkpoint folder or name, or package:NAME[/FOLDER]."}
     )
     gguf_file: str | None = field(default=None, metadata={"help": "A GGUF file in that folder."})
+    model_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "A config as JSON: train such a model from scratch, with the tokenizer of "
+            "--model_name_or_path."
+        },
+    )
     dtype: Literal["float32", "bfloat16", "auto"] = field(
         default="float32", metadata={"help": "Of the weights. auto: as the checkpoint has them."}
     )
@@ -203,8 +210,23 @@ def documents(arguments: DataArguments, tokenizer: Any, *, evaluation: bool = Fa
     )
 
 
-def load_model(arguments: ModelArguments, folder: str) -> Any:
+def new_model(arguments: ModelArguments, tokenizer: Any) -> Any:
+    """A model with random weights; its vocabulary is the tokenizer's."""
+    place = Path(str(arguments.model_config))
+    try:
+        given = json.loads(place.read_text())
+        config = AutoConfig.for_model(**given, vocab_size=len(tokenizer))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"--model_config {place} is no config as JSON: {error}") from error
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=arguments.attn_implementation, dtype=arguments.dtype
+    )
+
+
+def load_model(arguments: ModelArguments, folder: str, tokenizer: Any) -> Any:
     """The model; a GGUF is unpacked to dense weights, which can be trained and saved."""
+    if arguments.model_config:
+        return new_model(arguments, tokenizer)
     options: dict[str, Any] = {"dtype": arguments.dtype}
     if arguments.gguf_file:
         options["gguf_file"] = arguments.gguf_file
@@ -237,7 +259,7 @@ def main(argv: list[str]) -> None:
     train_dataset = documents(data_arguments, tokenizer)
     eval_dataset = documents(data_arguments, tokenizer, evaluation=True)
     trainer = LongCtxTrainer(
-        model=load_model(model_arguments, folder),
+        model=load_model(model_arguments, folder, tokenizer),
         args=training_arguments,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

@@ -17,7 +17,8 @@ LONG = (
     "test_families", "test_evaluate", "test_pingpong_training", "test_resume", "test_wrappers",
     "test_run", "test_check", "test_trl", "test_waits", "test_four_trainers", "test_replay",
     "test_serve", "test_kill", "test_bench_trainer", "test_recipe", "test_pingpong",
-    "test_executor", "test_relays", "test_verify_command", "test_cluster",
+    "test_recurrent_ranks", "test_scans", "test_executor", "test_relays", "test_verify_command",
+    "test_cluster",
 )  # fmt: skip
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that asks the hub for a file fails at once

@@ -32,6 +32,7 @@ EXACT = {  # family: what is set beside dropout and windows
     "granite_swa": {},
     "granitemoe": {},
     "helium": {},
+    "lfm2": {},  # softmax layers alone, unless its config lists others
     "ministral3": {},  # temperature, but from position_ids
     "nanochat": {},
     "olmoe": {},
@@ -53,8 +54,7 @@ REFUSED = {  # family: a part of the rule
     "diffllama": "several attention calls in a layer: DiffLlamaForCausalLM has 2 layers but called",
     "hrm_text": "several attention calls in a layer",
     "llama4": "temperature from positions",
-    "lfm2": "recurrent layers: model_type=lfm2",
-    "zaya": "recurrent layers: layer_types ['hybrid']",
+    "zaya": "recurrent layers of other families: layer_types ['hybrid']",
     "openai-gpt": "attention outside the interface: OpenAIGPTLMHeadModel has 2 layers but called",
     "mllama": "attention outside the interface",
     "roberta": "positions of its own: RobertaForCausalLM without position_ids",

@@ -52,7 +52,6 @@ SMALL = Case(lengths=(20, 9))
         ({"longctx_topology": "2*4"}, "longctx_topology='2*4': write nodes x ranks, outermost"),
         ({"longctx_topology": "2x0"}, "longctx_topology='2x0': write nodes x ranks, outermost"),
         ({"longctx_ulysses_size": 0}, "longctx_ulysses_size=0 must be at least 1, and divide"),
-        ({"longctx_scan": "tree"}, "longctx_scan='tree' is not built yet"),
         ({"longctx_verify": "always"}, "longctx_verify='always' is not built yet"),
         ({"longctx_overflow": "wrap"}, "longctx_overflow='wrap'"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import threads
-from tiny import tiny
+from tiny import keep_table, tiny
 
 from hf_longctx.comm.channels import Hub
 from hf_longctx.comm.topology import LinkRate, Topology
@@ -23,7 +23,6 @@ from hf_longctx.plan.levels import Levels
 from hf_longctx.plan.measured import CostTable
 from hf_longctx.plan.plans import make_plan
 from hf_longctx.plan.predict import Link, Machine
-from hf_longctx.runtime.costs import cost_file, save
 from hf_longctx.training import auto as training
 from hf_longctx.training.auto import find_auto, say_choices
 
@@ -121,15 +120,7 @@ def test_all_ranks_go_by_the_slowest_one(tmp_path: Any, monkeypatch: Any, table:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = tiny("charm", dtype=torch.float32)
     if table:  # seconds of both directions, forward 1 of 3.5
-        config = model.config
-        path = cost_file(
-            device="cpu",
-            dtype="float32",
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        )
-        save(CostTable(rows=(512,), keys=(16, 512), per_entry=((9e-8, 7e-8),)), path)
+        keep_table(model, CostTable(rows=(512,), keys=(16, 512), per_entry=((9e-8, 7e-8),)))
     timed = iter([3e-8, 5e-8, 4e-8, 2e-8])
     monkeypatch.setattr(training, "_timed", lambda *given: next(timed))
     channels, found = Hub(4).channels(), dict[int, Auto]()

@@ -12,11 +12,12 @@ from hf_longctx.plan import charm
 from hf_longctx.plan.check import check
 from hf_longctx.plan.cost import LayerKind
 from hf_longctx.plan.count import Widths, peak_bytes, sent, sent_by_level
-from hf_longctx.plan.layout import LAYOUTS, cut
+from hf_longctx.plan.layout import LAYOUTS, Placed, cut
 from hf_longctx.plan.levels import Levels
 from hf_longctx.plan.plans import Plan, make_plan
-from hf_longctx.plan.program import Attend, Post
-from hf_longctx.plan.timeline import events
+from hf_longctx.plan.program import Attend, Block, Post
+from hf_longctx.plan.timeline import entries, events
+from hf_longctx.plan.visits import Visits
 
 WIDTHS = Widths(heads=2, kv_heads=1, head_dim=4, value_dim=4, itemsize=2)
 B, B_G = WIDTHS.row("kv"), WIDTHS.row("dkv")  # of one row
@@ -191,11 +192,40 @@ def test_foreign_keys_are_attended_to_between_local_ones() -> None:
     foreign = []
     for op in program.forward[0]:
         if isinstance(op, Attend):
-            ((_, start, _),) = program.tokens(op.kv)
-            block = start // 32  # zigzag: rank r holds blocks r and 15 - r
-            foreign.append(levels.crosses(0, min(block, 15 - block)) == 0)
+            blocks = [start // 32 for _, start, _ in program.tokens(op.kv)]
+            far = {levels.crosses(0, min(b, 15 - b)) == 0 for b in blocks}  # rank r: r and 15 - r
+            assert len(far) == 1
+            foreign += far
     first, last = foreign.index(True), len(foreign) - 1 - foreign[::-1].index(True)
     assert False in foreign[first:last] and foreign[0] is False
+
+
+def test_rows_side_by_side_that_all_queries_see_are_one_task() -> None:
+    plan = planned((2, 4), [64 * 8])
+    programs = [plan.program(rank) for rank in range(8)]
+    for backward in (False, True):
+        work = sum(entries(p, kind=GQA, backward=backward).sum() for p in programs)
+        assert work == 512 * 513 // 2
+    # Rank 0 holds the first block and the last, which sees everything: its own rows in two tasks,
+    # and in one each what comes in 3 local units and 4 foreign ones.
+    tasks = [op for op in programs[0].forward[0] if isinstance(op, Attend)]
+    assert len(tasks) == 2 + 3 + 4
+    assert max(len(programs[0].tokens(op.kv)) for op in tasks) == 4  # of each foreign rank a piece
+
+
+def test_rows_side_by_side_that_some_query_does_not_see_stay_apart() -> None:
+    visits = Visits(cut([64], ranks=2, layout="zigzag"), rank=0, kind=GQA)
+    query = Placed(0, 16, 0, 48, 64)
+    early, late = (
+        (Placed(1, 0, 0, a, a + 16), (Block(1, r, r + 16),)) for a, r in ((16, 0), (32, 16))
+    )
+    own = Placed(0, 16, 0, 48, 64), (Block(1, 32, 48),)
+    assert visits.joined(query, [early, late, own]) == [
+        (own[0]._replace(start=16), (Block(1, 0, 48),))
+    ]
+    assert visits.joined(query._replace(start=40), [late, early]) == [late, early]
+    windowed = Visits(visits.layout, rank=0, kind=LayerKind(window=8))
+    assert windowed.joined(query, [early, late]) == [early, late]
 
 
 def test_a_topology_of_other_ranks_is_refused() -> None:

@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import keep_table, tiny
 from train_cases import Case, arguments, trainer_of
 
 from hf_longctx.plan.measured import CostTable
-from hf_longctx.runtime.costs import cost_file, save
 from hf_longctx.training.costs import shared_costs
 
 TABLE = CostTable(rows=(16, 512), keys=(512,), per_entry=((8e-8,), (1e-8,)))
 
 
-def keep_table(model: Any) -> Path:
-    config = model.config
-    path = cost_file(
-        device="cpu",
-        dtype="float32",
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
-    save(TABLE, path)
-    return path
-
-
 def test_batches_are_planned_by_the_table(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep_table(tiny("distca"))
+    keep_table(tiny("distca"), TABLE)
     case = Case(lengths=(40, 9, 30), options={"longctx_cost": "measured"})
     trainer = trainer_of(case, tmp_path)
     bound = []
@@ -85,5 +70,5 @@ def test_all_trainers_get_the_first_ones_table_or_its_refusal(tmp_path, monkeypa
     refusals = rank_pool.run(share, ranks=4, cache=str(tmp_path))
     assert len(set(refusals)) == 1 and "no cost table at" in refusals[0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep_table(tiny("distca"))
+    keep_table(tiny("distca"), TABLE)
     assert rank_pool.run(share, ranks=4, cache=str(tmp_path)) == [TABLE] * 4

@@ -146,6 +146,32 @@ def test_a_file_that_is_no_list_of_flags_is_refused(recipe, tmp_path, text, mess
         recipe.parse(["--config", str(tmp_path / "none.yaml")])
 
 
+def test_a_hybrid_from_scratch_learns_as_its_committed_curves_say(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    folder = Path("recipes/qwen3_next_tiny")
+    one, two = (json.loads((folder / f"loss_{n}.json").read_text()) for n in ("1_rank", "2_ranks"))
+    assert (one["ranks"], two["ranks"], one["bytes_moved"]) == (1, 2, 0) and two["bytes_moved"]
+    assert len(one["losses"]) == 20 and one["losses"][-1] < one["losses"][0] - 3
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    flags = {
+        "config": str(folder / "zeco_cpu.yaml"),
+        "longctx_max_tokens_per_rank": "2048",
+        "max_steps": "2",
+        "output_dir": str(tmp_path),
+        "summary_json": str(tmp_path / "made.json"),
+    }
+    recipe.main([part for name, value in flags.items() for part in (f"--{name}", value)])
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert made["losses"] == pytest.approx(one["losses"][:2], rel=1e-4)
+
+
+def test_a_config_that_is_none_is_refused(recipe, flags, tmp_path):
+    jsonl(tmp_path / "config.json", [{"model_type": "no_such_type"}])
+    for name in ("config.json", "none.json"):
+        with pytest.raises(ValueError, match=rf"--model_config .*{name} is no config as JSON: "):
+            recipe.main([*flags, "--model_config", str(tmp_path / name)])
+
+
 def test_a_package_that_is_missing_is_refused(recipe):
     with pytest.raises(ValueError, match="no package 'no_such_package' is installed"):
         recipe.in_package("package:no_such_package/data")

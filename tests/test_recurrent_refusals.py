@@ -111,7 +111,9 @@ def test_a_layer_with_another_forward_is_refused(monkeypatch):
     (adapter,) = (a for a in preparing.ADAPTERS if a.layer == "LightningAttention")
     other = Replacement(adapter.forward.function, "hidden_states gate")
     monkeypatch.setattr(preparing, "ADAPTERS", (replace(adapter, forward=other),))
-    with pytest.raises(ValueError, match="LightningAttention.forward has parameters .* 5.24"):
+    with pytest.raises(
+        ValueError, match="MiniMaxLightningAttention.forward has parameters .* 5.24"
+    ):
         prepare(tiny("zeco_linear", family="minimax"))
 
 

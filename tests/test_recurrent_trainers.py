@@ -70,7 +70,7 @@ def test_documents_span_ranks_and_recompute_sends_nothing(cases):
 
 
 def test_wrappers_are_what_they_seem(cases):
-    wrappers = {"fsdp2": "FSDPQwen3NextForCausalLM", "deepspeed2": "DeepSpeedEngine"}
+    wrappers = {"fsdp2": "FSDPQwen3_5ForCausalLM", "deepspeed2": "DeepSpeedEngine"}
     for name, case in cases.items():
         assert case["wrapper"] == wrappers.get(name, "DistributedDataParallel")
 

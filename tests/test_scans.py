@@ -55,7 +55,7 @@ def test_ranks_compute_what_one_process_does(family: str, ranks: int) -> None:
     scan=st.sampled_from(("auto", *SCHEDULES)),
     seed=st.integers(0, 1000),
 )
-@examples(25)
+@examples(12)
 def test_late_messages_change_no_bit(
     lengths: list[int], ranks: int, family: str, scan: str, seed: int
 ) -> None:
@@ -66,7 +66,7 @@ def test_late_messages_change_no_bit(
     assert all(torch.equal(late[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4], ids="ranks{}".format)
+@pytest.mark.parametrize("ranks", [2, 3, 4], ids="ranks{}".format)
 def test_processes_compute_what_one_does(ranks: int, rank_pool: Any) -> None:
     cases = [
         case(lengths, ranks=ranks, family=family, scan=scan)

@@ -25,7 +25,9 @@ from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.data.packing import Piece
 from hf_longctx.data.targets import IGNORE
+from hf_longctx.plan.measured import CostTable
 from hf_longctx.runtime.binding import Runtime
+from hf_longctx.runtime.costs import cost_file, save
 from hf_longctx.verify.twins import (
     REFERENCE,
     auto_class,
@@ -54,6 +56,20 @@ def tiny(
     draw_at_unit_gain(model)
     model.config.use_cache = False
     return convert(model, dtype)
+
+
+def keep_table(model: Any, table: CostTable) -> Path:
+    """Leave a cost table where trainers of a float32 model on CPU look for theirs."""
+    config = model.config
+    path = cost_file(
+        device="cpu",
+        dtype="float32",
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+    save(table, path)
+    return path
 
 
 def documents(lengths: Sequence[int], *, seed: int = 0) -> list[Document]:

@@ -52,8 +52,8 @@ def run(
         case (`Case`, *optional*): One document on two levels.
         ratios (`tuple[float, ...]`, *optional*): Of c over tau.
         tau (`float`, *optional*, defaults to 0.25): Seconds of a chunk on a slow link.
-        rounds (`int`, *optional*, defaults to 1): Of the sweeps and the packed documents; one
-            more of the rest.
+        rounds (`int`, *optional*, defaults to 1): Of the packed documents and of ratios from 1
+            on; one more of the rest.
         long (`int`, *optional*, defaults to 8192): Tokens that two ranks attend to.
         table (`int`, *optional*, defaults to 8192): Tokens of the packed documents.
 
@@ -121,7 +121,7 @@ def _unshaped(setup: Setup, *, rounds: int) -> dict[str, Any]:
         case=setup.case,
         ways=names,
         points=points,
-        rounds=rounds + 1,
+        rounds=[rounds + 1] * len(points),
     )
     table: list[dict[str, Any]] = []
     case = setup.case
@@ -165,7 +165,7 @@ def _packed(*, tau: float, tokens: int, rounds: int) -> dict[str, Any]:
         case=case,
         ways=names,
         points=[setup.entry_seconds(PACKED_RATIO)],
-        rounds=rounds,
+        rounds=[rounds],
     )
     found = {name: seconds_of(runs, name, 0).layer for name in names}
     return {

@@ -179,7 +179,7 @@ def time_ways(
     case: Case,
     ways: Mapping[str, Way],
     points: Sequence[float],
-    rounds: int,
+    rounds: Sequence[int],
 ) -> Measured:
     """Run every way at every point, in turn; the job of one rank.
 
@@ -188,7 +188,7 @@ def time_ways(
         case (`Case`): What is attended to.
         ways (`Mapping[str, Way]`): By name.
         points (`Sequence[float]`): Seconds of a score entry.
-        rounds (`int`): Of each.
+        rounds (`Sequence[int]`): Of every way at each point.
     """
     found = Measured(rates=probe(context.channel, case.levels), allocator=keep_pages())
     programs = {name: case.plan(way).program(context.rank) for name, way in ways.items()}
@@ -198,7 +198,7 @@ def time_ways(
     for number, point in enumerate(points):
         if context.rank == 0:
             print(f"point {number + 1} of {len(points)}", file=sys.stderr)
-        for _ in range(rounds):
+        for _ in range(rounds[number]):
             for name, program in programs.items():
                 each = found.seconds.setdefault(name, [])
                 if len(each) == number:

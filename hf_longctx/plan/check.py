@@ -140,14 +140,17 @@ class Rank:
 
     def _positions(self, block: Block) -> tuple[int, int, int]:
         tokens = self.program.tokens(block)
-        if len(tokens) != 1 or tokens[0][2] - tokens[0][1] != block.stop - block.start:
-            raise PlanError(f"rank {self.rank}: {block} is not one run of tokens: {tokens}")
-        return tokens[0]
+        held = sum(stop - start for _, start, stop in tokens)
+        if len({document for document, _, _ in tokens}) != 1 or held != block.stop - block.start:
+            raise PlanError(f"rank {self.rank}: {block} is not of one document's tokens: {tokens}")
+        return self.program.task(block)
 
     def _seen(self, q: Block, kv: Block) -> tuple[np.ndarray, np.ndarray]:
         """For each query row, the slice [low, high) of the key block that it sees."""
         document, first, last = self._positions(q)
         other, start, stop = self._positions(kv)
+        if len(self.program.tokens(q)) > 1:
+            raise PlanError(f"rank {self.rank}: queries {q} are not one run of tokens")
         if document != other:
             raise PlanError(f"rank {self.rank}: document {document} attends to {other}")
         position = np.arange(first, last)

@@ -73,7 +73,8 @@ class Wait(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """`into` = the partial (out, lse) of rows `q` over keys `kv`, masked by their positions."""
+    """`into` = the partial (out, lse) of rows `q` over keys `kv`, masked by position; see
+    `Program.task`."""
 
     q: Block
     kv: Block

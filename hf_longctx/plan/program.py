@@ -176,6 +176,12 @@ class Program:
                 found.append((run.document, run.start + low - run.row, run.start + high - run.row))
         return tuple(found)
 
+    def task(self, block: Block) -> tuple[int, int, int]:
+        """The `(document, start, stop)` that a task takes a block's rows for: tokens in a row up to
+        the last. The rows before its run may hold others of its document, all of them seen."""
+        document, _, stop = self.tokens(block)[-1]
+        return document, stop - (block.stop - block.start), stop
+
     @cached_property
     def forward(self) -> Phases:
         """The forward phases."""

@@ -85,9 +85,10 @@ def entries(program: Program, *, kind: LayerKind, backward: bool) -> np.ndarray:
 
     def tokens(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         array, start, stop = blocks[:, 3:6].astype(np.int64).T
-        run = np.searchsorted(held[:, 0] * stride + held[:, 1], array * stride + start, "right") - 1
-        first = held[run, 3] + start - held[run, 1]
-        return first, first + stop - start
+        last = array * stride + stop - 1
+        run = np.searchsorted(held[:, 0] * stride + held[:, 1], last, "right") - 1
+        end = held[run, 3] + stop - held[run, 1]  # see `Program.task`
+        return end - (stop - start), end
 
     (start, stop), (low, high) = tokens(queries), tokens(keys)
     longest = np.maximum(stop, high)  # a bidirectional row sees no key past those given

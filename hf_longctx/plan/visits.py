@@ -151,7 +151,8 @@ class Visits:
         return self._runs[arrays]
 
     def pairs(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[tuple[Run, Run]]:
-        """(queries, keys) of one document: those keys that some of the queries sees."""
+        """(queries, keys) of one document: those keys that some of the queries sees, joined where
+        they stand side by side and one task can take them."""
         by_document: dict[int, list[Run]] = {}
         for run in keys:
             by_document.setdefault(run[0].document, []).append(run)
@@ -164,7 +165,27 @@ class Visits:
             size = int(self.layout.lengths[s.document])
             seen = self.kind.keys_seen((s.start, s.stop), length=size)
             parts = ((k, intersect((k[0].start, k[0].stop), seen)) for k in near)
-            found += [(query, _part(k, both)) for k, both in parts if both]
+            runs = (_part(k, both) for k, both in parts if both)
+            found += [(query, run) for run in self.joined(s, runs)]
+        return found
+
+    def joined(self, query: Placed, keys: Iterable[Run]) -> list[Run]:
+        """Key runs, neighbours as one where a task that takes them for tokens in a row, up to those
+        of the last, shows each query the same (see `Program.task`)."""
+        found: list[Run] = []
+        for run in keys:
+            s, blocks = run
+            if found and not self.kind.window:
+                last, before = found[-1]
+                touch = all(a.stop == b.start for a, b in zip(before, blocks, strict=True))
+                rows = before[0].stop - before[0].start
+                seen = not self.kind.causal or max(last.stop - 1, s.start) <= query.start
+                if touch and seen and rows <= s.start:
+                    ends = zip(before, blocks, strict=True)
+                    whole = tuple(a._replace(stop=b.stop) for a, b in ends)
+                    found[-1] = s._replace(start=s.start - rows), whole
+                    continue
+            found.append(run)
         return found
 
     def attend(self, keys: Iterable[Run], *, first: bool = False) -> list[Op]:

@@ -86,7 +86,7 @@ def _fused(program: Program, phase: Iterable[Op], window: int, causal: bool) -> 
         if whole != arrays:
             yield from flush()
             arrays = whole
-        (_, q_pos, _), (_, k_pos, _) = program.tokens(op.q)[0], program.tokens(op.kv)[0]
+        (_, q_pos, _), (_, k_pos, _) = program.task(op.q), program.task(op.kv)
         rows = {role: block.start for role, block in blocks.items()}
         tasks.append(Task(rows, q_pos, op.q.stop - op.q.start, k_pos, op.kv.stop - op.kv.start))
     yield from flush()

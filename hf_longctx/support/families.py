@@ -28,10 +28,12 @@ LAYERS_WITHOUT_MIXING = {"mlp", "moe"}
 
 def recurrent_family(config: Any) -> object:
     """What in a text config shows recurrent layers; `None` where it has none."""
-    family = getattr(config, "model_type", None)
+    family, listed = (getattr(config, name, None) for name in ("model_type", "layer_types"))
+    kinds = sorted(RECURRENT_LAYERS & {*(listed or ())})
+    if listed and not kinds:  # Granite's and LFM2's classes serve softmax models too
+        return None
     if _known(config) or family in _OTHERS:
         return f"model_type={family}"
-    kinds = sorted(RECURRENT_LAYERS & {*(getattr(config, "layer_types", None) or ())})
     return f"layer_types {kinds}" if kinds else None
 
 

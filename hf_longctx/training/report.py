@@ -104,7 +104,8 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
 
     Returns:
         `ranks`, `spanning_documents`, `bytes_moved` (over ranks and steps), `servers` (at the last
-        step), `steps`, `loss_first`, `loss_last` (`None` without a logged step).
+        step), `steps`, `loss_first`, `loss_last` (`None` without a logged step), and the
+        `losses` of all logged steps.
     """
     steps = [entry for entry in history if "longctx_tokens" in entry]
     return {
@@ -115,6 +116,7 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
         "steps": steps[-1]["step"] if steps else 0,
         "loss_first": steps[0]["loss"] if steps else None,
         "loss_last": steps[-1]["loss"] if steps else None,
+        "losses": [entry["loss"] for entry in steps],
     }
 
 
