@@ -37,9 +37,7 @@ def test_families_are_exact_over_ranks(rank_pool: Any, family: str, ranks: int, 
     assert_exact(verify(rank_pool, family, name="zeco_linear", ranks=ranks, arguments=arguments))
 
 
-@pytest.mark.parametrize(
-    ("family", "softmax"), [("qwen3_next", "ring"), ("zamba2", "distca")]
-)
+@pytest.mark.parametrize(("family", "softmax"), [("qwen3_next", "ring"), ("zamba2", "distca")])
 def test_a_hybrid_recomputes_without_sending(rank_pool: Any, family: str, softmax: str) -> None:
     arguments = LongCtxArguments(longctx_softmax=softmax)
     given = {"ranks": 3, "arguments": arguments, "checkpointing": True}
