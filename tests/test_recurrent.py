@@ -115,6 +115,16 @@ def test_boundaries_of_a_plain_forward(family, name, description):
     torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba"])
+def test_packed_documents_in_a_call_of_an_inner_model(family):
+    """As a fused loss makes it: the model without its head is called, past the outermost forward."""
+    model = prepare(tiny("eager", family=family)).eval()
+    with torch.no_grad(), precision(model.dtype):
+        found = model.base_model(input_ids=IDS, position_ids=PACKED)[0]
+        right = [model.base_model(input_ids=part)[0] for part in IDS.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(found, torch.cat(right, 1), rtol=0, atol=1e-9)
+
+
 def test_two_rows_of_packed_documents():
     model = prepare(tiny("zeco_linear", family="qwen3_next"))
     rows = IDS.repeat(2, 1)[:, :48]

@@ -17,7 +17,7 @@ from ..attention.documents import local_documents
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.layout import cut
 from .adapter import wrap_forward
-from .running import running_model
+from .running import part_of_model_under_way, running_model
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # its name by version and family
 
@@ -26,8 +26,9 @@ def open_door(model: nn.Module) -> None:
     """Have a model's forward find out about packed documents, for all layers in it.
 
     Args:
-        model (`nn.Module`): The outermost module that Transformers made. Only this instance
-            changes; a second time changes nothing.
+        model (`nn.Module`): A model that Transformers made, or one within it, which then only
+            looks where it is called by itself. Only this instance changes; a second time changes
+            nothing.
     """
     names = tuple(inspect.signature(model.forward).parameters)
     wrap_forward(model, partial(_forward, names=names))
@@ -35,9 +36,11 @@ def open_door(model: nn.Module) -> None:
 
 def _forward(original: Callable[..., Any], *, names: Sequence[str]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if part_of_model_under_way(self):
+            return original(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False), **kwargs)
         batch = batch_in(given)
-        with running_model(batch):
+        with running_model(self, batch):
             if batch is None:
                 return original(self, *args, **kwargs)
             return original(self, **_handed_on(batch, given))
@@ -56,11 +59,13 @@ def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
         on from a cache.
 
     Raises:
-        ValueError: where packed documents come with padding or a cache, or boundaries do not fit
-            the rows.
+        ValueError: where packed documents come with padding or a cache, boundaries do not fit the
+            rows, or are in a mask alone.
     """
     batch: LongCtxBatch | None = given.get(KEY)
     if batch is None:
+        for mask in _masks(given) if _cached(given) is None else ():
+            _refuse_documents_in(mask)
         lengths = _documents(given)
         if lengths is None:
             return None
@@ -73,7 +78,7 @@ def batch_in(given: Mapping[str, Any]) -> LongCtxBatch | None:
         )
     padded = _mask(given) is not None
     if padded or given.get("use_cache") or _cached(given) is not None:
-        what = "padding in attention_mask" if padded else "a cache"
+        what = "padding or a mask of scores in attention_mask" if padded else "a cache"
         raise ValueError(
             f"packed documents came with {what}, which knows nothing of their boundaries; leave "
             "out attention_mask and the padding, and set use_cache=False"
@@ -101,10 +106,41 @@ def _rows(given: Mapping[str, Any]) -> Tensor:
     return rows
 
 
-def _mask(given: Mapping[str, Any]) -> Tensor | None:
-    """The attention mask, if it hides anything."""
+def _masks(given: Mapping[str, Any]) -> list[Tensor]:
+    """What is given as attention mask, of each kind of layer where they differ."""
     mask = given.get("attention_mask")
-    return mask if isinstance(mask, Tensor) and not bool(mask.all()) else None
+    masks = mask.values() if isinstance(mask, Mapping) else (mask,)
+    return [mask for mask in masks if isinstance(mask, Tensor)]
+
+
+def _mask(given: Mapping[str, Any]) -> Tensor | None:
+    """The attention mask, or the first of several, that hides anything."""
+    return next((mask for mask in _masks(given) if not bool(mask.all())), None)
+
+
+def _seen(scores: Tensor) -> Tensor:
+    """Where a mask of scores, bool or added to them, lets a query see a key."""
+    return scores if scores.dtype == torch.bool else scores == 0
+
+
+def _refuse_documents_in(mask: Tensor) -> None:
+    """Refuse a mask that tells documents apart, which recurrent layers do not look at.
+
+    Raises:
+        ValueError: where it numbers documents, or hides a token from the next one of its row.
+    """
+    found = ""
+    if mask.dim() == 2 and bool((mask > 1).any()):
+        found = f"numbers documents (up to {int(mask.max())})"
+    elif mask.dim() == 4 and mask.shape[-2] == mask.shape[-1]:
+        real, before = (_seen(mask).diagonal(offset, -2, -1) for offset in (0, -1))
+        if bool((real[..., 1:] & real[..., :-1] & ~before).any()):
+            found = "keeps tokens of a row from those right before them"
+    if found:
+        raise ValueError(
+            f"attention_mask {found}, which recurrent layers cannot see; drop it and give "
+            "position_ids that start again with each document, cu_seq_lens_q or seq_idx"
+        )
 
 
 def _cached(given: Mapping[str, Any]) -> Any:
@@ -136,9 +172,7 @@ def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         bounds = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
         found["cu_seq_lens_q"] = {"position_ids": None, **bounds}
     positions = _text(given.get("position_ids"))
-    if _cached(given) is not None or isinstance(given.get("attention_mask"), dict):
-        positions = None  # of tokens that go on from a cache, or of a prompt that fills one
-    elif positions is not None and (mask := _mask(given)) is not None:
+    if positions is not None and (mask := _mask(given)) is not None:
         positions = _without_padding(positions, mask)
     if positions is not None:
         found["position_ids"] = {"position_ids": positions}
@@ -159,9 +193,12 @@ def _text(positions: Tensor | None) -> Tensor | None:
 
 def _without_padding(positions: Tensor, mask: Tensor) -> Tensor | None:
     """Positions as they are where two real tokens of a row do not follow each other, else none."""
-    if mask.dim() != 2 or mask.shape[-1] != positions.shape[-1]:
+    if mask.dim() == 2:
+        real = mask[:, -positions.shape[-1] :].bool()  # the first columns are of a cache
+    else:
+        real = _seen(mask)[:, 0].diagonal(0, -2, -1)
+    if real.shape[-1] != positions.shape[-1]:
         return None
-    real = mask.bool()
     jumps = positions[:, 1:] - positions[:, :-1] != 1
     return positions if bool((jumps & real[:, 1:] & real[:, :-1]).any()) else None
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
@@ -53,8 +54,12 @@ def prepare(model: Model) -> Model:
         adapter.adapt(layer, home)
         if adapter.carried:
             carry(_block_of(layer, model))
+    ids = {id(layer) for layer, _ in layers}
     if layers:
         open_door(_base(model))
+    for part in model.modules():  # a loss may call the model without its head
+        if isinstance(part, PreTrainedModel) and _holds(part, ids):
+            open_door(part)
     return model
 
 

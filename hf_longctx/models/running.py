@@ -38,7 +38,9 @@ class Running:
 
 _LAYER: ContextVar[Running | None] = ContextVar("hf_longctx_layer", default=None)
 _BLOCK: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_block", default=None)
-_MODEL: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_model", default=None)
+_MODEL: ContextVar[tuple[nn.Module | None, LongCtxBatch | None]] = ContextVar(
+    "hf_longctx_model", default=(None, None)
+)
 
 
 def layer_under_way() -> Running | None:
@@ -53,7 +55,13 @@ def batch_of_block() -> LongCtxBatch | None:
 
 def batch_of_model() -> LongCtxBatch | None:
     """The documents in the model's forward that runs; in a recompute none, or another's."""
-    return _MODEL.get()
+    return _MODEL.get()[1]
+
+
+def part_of_model_under_way(module: nn.Module) -> bool:
+    """Whether a module lies in the model whose forward runs and has looked for documents."""
+    outer = _MODEL.get()[0]
+    return outer is not None and any(part is module for part in outer.modules())
 
 
 @contextmanager
@@ -69,9 +77,9 @@ def running_block(batch: LongCtxBatch | None) -> AbstractContextManager[None]:
     return _set(_BLOCK, batch)
 
 
-def running_model(batch: LongCtxBatch | None) -> AbstractContextManager[None]:
-    """Make a batch, or none, that of the model under way."""
-    return _set(_MODEL, batch)
+def running_model(model: nn.Module, batch: LongCtxBatch | None) -> AbstractContextManager[None]:
+    """Make a model the one under way, with a batch or none."""
+    return _set(_MODEL, (model, batch))
 
 
 @contextmanager
