@@ -43,14 +43,23 @@ def batch(*lengths: int, ranks: int = 1) -> LongCtxBatch:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"position_ids": PACKED, "attention_mask": PADDED}, "came with padding or a mask of scores"),
+        (
+            {"position_ids": PACKED, "attention_mask": PADDED},
+            "came with padding or a mask of scores",
+        ),
         ({**CU, "attention_mask": PADDED}, "came with padding or a mask of scores"),
         ({"position_ids": PACKED, "use_cache": True}, "came with a cache"),
         ({**CU, "past_key_values": DynamicCache()}, "came with a cache"),
         ({"seq_idx": INDEX, "cache": DynamicCache()}, "came with a cache"),
         ({"position_ids": PACKED, "past_key_values": DynamicCache()}, "came with a cache"),
-        ({"position_ids": PACKED, "attention_mask": CAUSAL}, "came with padding or a mask of scores"),
-        ({"attention_mask": BLOCKS}, "attention_mask keeps tokens of a row from those right before"),
+        (
+            {"position_ids": PACKED, "attention_mask": CAUSAL},
+            "came with padding or a mask of scores",
+        ),
+        (
+            {"attention_mask": BLOCKS},
+            "attention_mask keeps tokens of a row from those right before",
+        ),
         (
             {"attention_mask": torch.zeros(1, 1, 113, 113).masked_fill(~BLOCKS, float("-inf"))},
             "attention_mask keeps tokens of a row from those right before",
@@ -84,6 +93,11 @@ def test_a_model_that_was_not_prepared_is_refused_at_its_softmax_layers(given):
     with pytest.raises(ValueError, match=re.escape("call hf_longctx.prepare(model) once")):
         model(input_ids=IDS, use_cache=False, **given)
     model(input_ids=IDS, use_cache=False)
+
+
+def test_a_module_without_a_model_of_transformers_is_refused():
+    with pytest.raises(ValueError, match="Linear holds no Transformers model"):
+        prepare(nn.Linear(2, 2))
 
 
 def test_unknown_recurrent_layers_are_refused_by_class():

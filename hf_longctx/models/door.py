@@ -92,11 +92,13 @@ def _handed_on(batch: LongCtxBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     changed = {**given, KEY: batch, "use_cache": False}
     changed.pop("attention_mask", None)  # all ones, which would hide boundaries in position_ids
     positions = given.get("position_ids")
+    own = torch.from_numpy(batch.layout.positions(batch.rank)).to(_rows(given).device)
+    own = own.view(_rows(given).shape[:2])
     if positions is None:
-        own = torch.from_numpy(batch.layout.positions(batch.rank)).to(_rows(given).device)
-        changed["position_ids"] = own.view(_rows(given).shape[:2])
-    elif positions.dim() == 3 and len(positions) == 3 and _text(positions) is not None:
-        changed["position_ids"] = positions[:1].expand(4, -1, -1)  # a row of text before the others
+        changed["position_ids"] = own
+    elif positions.dim() == 3 and len(positions) == 3:  # a row of text goes before the others
+        text = _text(positions)
+        changed["position_ids"] = torch.cat([(own if text is None else text)[None], positions])
     return changed
 
 
@@ -172,13 +174,35 @@ def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         bounds = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
         found["cu_seq_lens_q"] = {"position_ids": None, **bounds}
     positions = _text(given.get("position_ids"))
-    if positions is not None and (mask := _mask(given)) is not None:
-        positions = _without_padding(positions, mask)
+    hidden = _mask(given)
+    if positions is not None and hidden is not None:
+        positions = _without_padding(positions, hidden)
     if positions is not None:
         found["position_ids"] = {"position_ids": positions}
     if given.get("seq_idx") is not None:
         found["seq_idx"] = {"position_ids": _since(given["seq_idx"])}
+    if not found and given.get("position_ids") is not None and positions is None:
+        _refuse_restarts(given["position_ids"], hidden)
     return found
+
+
+def _refuse_restarts(positions: Tensor, mask: Tensor | None) -> None:
+    """Refuse documents that only the axes of images and text together tell apart.
+
+    Raises:
+        ValueError: where time, the first of three axes, goes back between two real tokens.
+    """
+    if positions.dim() != 3:
+        return
+    back = positions[0, :, 1:] < positions[0, :, :-1]
+    if mask is not None and mask.dim() == 2:
+        real = mask[:, -positions.shape[-1] :].bool()
+        back = back & real[:, 1:] & real[:, :-1]
+    if bool(back.any()):
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)} start again within a row, and no row "
+            "of them counts tokens; give cu_seq_lens_q too"
+        )
 
 
 def _text(positions: Tensor | None) -> Tensor | None:

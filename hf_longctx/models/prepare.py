@@ -127,5 +127,11 @@ def _block_of(layer: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _base(model: Any) -> Any:
-    """The model that Transformers made, under PEFT's wrapper or without one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """The model that Transformers made, under PEFT's, DDP's or a user's wrapper or without one."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    base = next(parts, model)
+    if not hasattr(base, "config"):
+        raise ValueError(
+            f"{type(model).__name__} holds no Transformers model; give hf_longctx.prepare one"
+        )
+    return base
