@@ -114,6 +114,24 @@ def test_boundaries_of_a_plain_forward(family, name, description):
     torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba"])
+def test_packed_documents_in_a_call_of_an_inner_model(family):
+    """As a fused loss makes it: the model without its head, past the outermost forward."""
+    model = prepare(tiny("eager", family=family)).eval()
+    with torch.no_grad(), precision(model.dtype):
+        found = model.base_model(input_ids=IDS, position_ids=PACKED)[0]
+        right = [model.base_model(input_ids=part)[0] for part in IDS.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(found, torch.cat(right, 1), rtol=0, atol=1e-9)
+
+
+def test_a_model_in_a_wrapper_of_a_user_keeps_documents_apart():
+    model = tiny("sdpa", family="qwen3_next")
+    prepare(torch.nn.ModuleDict({"policy": model}))
+    right = each_alone(tiny(REFERENCE, family="qwen3_next"))
+    found = logits(model, input_ids=IDS, position_ids=PACKED)
+    torch.testing.assert_close(found, right, rtol=0, atol=EXACT * float(right.abs().max()))
+
+
 def test_two_rows_of_packed_documents():
     model = prepare(tiny("zeco_linear", family="qwen3_next"))
     rows = IDS.repeat(2, 1)[:, :48]
@@ -155,6 +173,19 @@ def test_positions_with_several_axes(family, axes):
     found = logits(model, input_ids=IDS, position_ids=PACKED.expand(axes, -1, -1))
     right = logits(model, input_ids=IDS, position_ids=PACKED)
     assert torch.equal(found, right)
+
+
+def test_positions_of_images_in_packed_documents():
+    """Three axes that differ say nothing of documents: refused, unless boundaries come along."""
+    model = prepare(tiny("sdpa", family="qwen3_5"))
+    axes = PACKED.expand(3, -1, -1).clone()
+    axes[1, 0, 2:5] = 2  # an image of the first document
+    logits(model, input_ids=IDS[:, :7], position_ids=axes[..., :7])
+    with pytest.raises(ValueError, match="start again within a row, and no row of them counts"):
+        logits(model, input_ids=IDS, position_ids=axes)
+    found = logits(model, input_ids=IDS, position_ids=axes, cu_seq_lens_q=BOUNDS)
+    right = logits(model, input_ids=IDS[:, 8:48], position_ids=axes[..., 8:48])
+    torch.testing.assert_close(found[:, 8:48], right, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from test_verify import verify
+from tiny import documents, run_ranks, tiny, twin
 
-from hf_longctx import LongCtxArguments
+from hf_longctx import LongCtxArguments, prepare
 
 pytestmark = [
     pytest.mark.usefixtures("references_once"),
@@ -48,3 +49,14 @@ def test_short_documents_leave_recurrent_layers_without_traffic(rank_pool: Any) 
     given = {"ranks": 2, "document_lengths": [60, 60]}
     report = verify(rank_pool, "lfm2", name="zeco_linear", **given)
     assert report["failed"] == [] and report["bytes_sent"] == report["bytes_planned"] == 0
+
+
+def test_reentrant_recomputes_within_each_other_over_ranks() -> None:
+    """Zamba2's hybrid blocks recompute around a block that recomputes: both ask for what came."""
+    batches = [documents((30, 9))]
+    model = prepare(tiny("zeco_linear", family="zamba2"))
+    given = {"ranks": 3, "layout": "contiguous", "checkpointing": {"use_reentrant": True}}
+    found = run_ranks(model, batches, **given)
+    assert found.error(twin(batches, family="zamba2")) <= 1e-9
+    assert all(not batch.saved.results for batch in found.batches)
+    assert all(runtime.account.recompute_bytes == 0 for runtime in found.runtimes)

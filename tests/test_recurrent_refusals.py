@@ -26,6 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 PADDED = torch.ones_like(IDS)
 PADDED[0, :3] = 0
+TOKENS = torch.arange(113)
+BLOCKS = ((INDEX[0][:, None] == INDEX[0]) & (TOKENS[:, None] >= TOKENS))[None, None]
+CAUSAL = torch.ones(113, 113, dtype=torch.bool).tril()[None, None]
 CU = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}
 
 
@@ -40,11 +43,32 @@ def batch(*lengths: int, ranks: int = 1) -> LongCtxBatch:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"position_ids": PACKED, "attention_mask": PADDED}, "came with padding in attention_mask"),
-        ({**CU, "attention_mask": PADDED}, "came with padding in attention_mask"),
+        (
+            {"position_ids": PACKED, "attention_mask": PADDED},
+            "came with padding or a mask of scores",
+        ),
+        ({**CU, "attention_mask": PADDED}, "came with padding or a mask of scores"),
         ({"position_ids": PACKED, "use_cache": True}, "came with a cache"),
         ({**CU, "past_key_values": DynamicCache()}, "came with a cache"),
         ({"seq_idx": INDEX, "cache": DynamicCache()}, "came with a cache"),
+        ({"position_ids": PACKED, "past_key_values": DynamicCache()}, "came with a cache"),
+        (
+            {"position_ids": PACKED, "attention_mask": CAUSAL},
+            "came with padding or a mask of scores",
+        ),
+        (
+            {"attention_mask": BLOCKS},
+            "attention_mask keeps tokens of a row from those right before",
+        ),
+        (
+            {"attention_mask": torch.zeros(1, 1, 113, 113).masked_fill(~BLOCKS, float("-inf"))},
+            "attention_mask keeps tokens of a row from those right before",
+        ),
+        (
+            {"attention_mask": {"full_attention": BLOCKS, "linear_attention": None}},
+            "attention_mask keeps tokens of a row from those right before",
+        ),
+        ({"attention_mask": INDEX + 1}, "attention_mask numbers documents (up to 4)"),
         ({**CU, "position_ids": positions(113)}, "cu_seq_lens_q and position_ids describe differe"),
         ({"seq_idx": INDEX, "position_ids": positions(113)}, "position_ids and seq_idx describe"),
         ({"seq_idx": INDEX, "position_ids": positions(3, 110)}, "describe different documents"),
@@ -57,9 +81,10 @@ def batch(*lengths: int, ranks: int = 1) -> LongCtxBatch:
     ],
 )
 def test_forwards_are_refused_by_name(given, message):
-    model = prepare(hybrid())
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model(input_ids=IDS, **given)
+    for name in ("zeco_linear", "sdpa"):
+        model = prepare(hybrid(name))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model(input_ids=IDS, **given)
 
 
 @pytest.mark.parametrize("given", [{"position_ids": PACKED}, CU, {KEY: batch(*LENGTHS)}], ids=str)
@@ -68,6 +93,11 @@ def test_a_model_that_was_not_prepared_is_refused_at_its_softmax_layers(given):
     with pytest.raises(ValueError, match=re.escape("call hf_longctx.prepare(model) once")):
         model(input_ids=IDS, use_cache=False, **given)
     model(input_ids=IDS, use_cache=False)
+
+
+def test_a_module_without_a_model_of_transformers_is_refused():
+    with pytest.raises(ValueError, match="Linear holds no Transformers model"):
+        prepare(nn.Linear(2, 2))
 
 
 def test_unknown_recurrent_layers_are_refused_by_class():

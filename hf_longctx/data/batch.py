@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..plan import halo
@@ -44,7 +45,8 @@ class SavedAttention:
         self.forwards[layer] += 1
 
     def take(self, layer: Any) -> tuple[Tensor, ...]:
-        """Hand out and drop a layer's result, for its recompute.
+        """Hand out a layer's result, for its recompute, and drop it, unless gradients are off: that
+        is a re-entrant recompute around another one, which will ask again.
 
         Raises:
             ValueError: where the batch went through the model twice before its backward, so that
@@ -56,6 +58,8 @@ class SavedAttention:
                 f"{self.forwards[layer]} times before its backward; collate a batch once per "
                 "forward, or switch activation checkpointing off"
             )
+        if not torch.is_grad_enabled():
+            return self.results[layer]
         self.forwards[layer] -= 1
         return self.results.pop(layer)
 

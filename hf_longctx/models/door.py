@@ -17,7 +17,7 @@ from ..attention.documents import local_documents
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.layout import cut
 from .adapter import wrap_forward
-from .running import running_model
+from .running import part_of_model_under_way, running_model
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # its name by version and family
 
@@ -26,8 +26,9 @@ def open_door(model: nn.Module, *, plain: bool = True) -> None:
     """Have a model's forward find out about packed documents, for all layers in it.
 
     Args:
-        model (`nn.Module`): The outermost module that Transformers made. Only this instance
-            changes; a second time changes nothing.
+        model (`nn.Module`): A model that Transformers made, or one within it, which then only
+            looks where it is called by itself. Only this instance changes; a second time changes
+            nothing.
         plain (`bool`, *optional*): Its layers can run without documents on a CPU. If not, each row
             is described as one document there.
     """
@@ -39,9 +40,11 @@ def _forward(
     original: Callable[..., Any], *, names: Sequence[str], plain: bool
 ) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if part_of_model_under_way(self):
+            return original(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False), **kwargs)
         batch = batch_in(given, plain=plain or not _on_cpu(given))
-        with running_model(batch, given.get("shift_labels")):
+        with running_model(self, batch, given.get("shift_labels")):
             if batch is None:
                 return original(self, *args, **kwargs)
             return original(self, **_handed_on(batch, given))
@@ -61,10 +64,13 @@ def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | 
         from a cache, and the layers can do without.
 
     Raises:
-        ValueError: where packed documents come with padding or a cache, or boundaries do not fit
-            the rows.
+        ValueError: where packed documents come with padding or a cache, boundaries do not fit the
+            rows, or are in a mask alone.
     """
     batch: LongCtxBatch | None = given.get(KEY)
+    if batch is None and _cached(given) is None:
+        for mask in _masks(given):
+            _refuse_documents_in(mask)
     lengths = _documents(given) if batch is None else None
     packed = batch is not None or lengths is not None
     if not packed and plain:
@@ -80,7 +86,7 @@ def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | 
         )
     padded = _mask(given) is not None
     if padded or given.get("use_cache") or _cached(given) is not None:
-        what = "padding in attention_mask" if padded else "a cache"
+        what = "padding or a mask of scores in attention_mask" if padded else "a cache"
         why = f"packed documents came with {what}, which knows nothing of their boundaries"
         if not packed:
             why = f"{what} reached layers whose kernels need a GPU; on a CPU each row starts anew"
@@ -97,11 +103,13 @@ def _handed_on(batch: LongCtxBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     changed.pop("attention_mask", None)  # all ones, which would hide boundaries in position_ids
     changed.pop("cu_seqlens", None)  # the layers would choose other functions by it
     positions = given.get("position_ids")
+    own = torch.from_numpy(batch.layout.positions(batch.rank)).to(_rows(given).device)
+    own = own.view(_rows(given).shape[:2])
     if positions is None:
-        own = torch.from_numpy(batch.layout.positions(batch.rank)).to(_rows(given).device)
-        changed["position_ids"] = own.view(_rows(given).shape[:2])
-    elif positions.dim() == 3 and len(positions) == 3 and _text(positions) is not None:
-        changed["position_ids"] = positions[:1].expand(4, -1, -1)  # a row of text before the others
+        changed["position_ids"] = own
+    elif positions.dim() == 3 and len(positions) == 3:  # a row of text goes before the others
+        text = _text(positions)
+        changed["position_ids"] = torch.cat([(own if text is None else text)[None], positions])
     return changed
 
 
@@ -116,10 +124,41 @@ def _on_cpu(given: Mapping[str, Any]) -> bool:
     return any(isinstance(x, Tensor) and x.device.type == "cpu" for x in rows)
 
 
-def _mask(given: Mapping[str, Any]) -> Tensor | None:
-    """The attention mask, if it hides anything."""
+def _masks(given: Mapping[str, Any]) -> list[Tensor]:
+    """What is given as attention mask, of each kind of layer where they differ."""
     mask = given.get("attention_mask")
-    return mask if isinstance(mask, Tensor) and not bool(mask.all()) else None
+    masks = mask.values() if isinstance(mask, Mapping) else (mask,)
+    return [mask for mask in masks if isinstance(mask, Tensor)]
+
+
+def _mask(given: Mapping[str, Any]) -> Tensor | None:
+    """The attention mask, or the first of several, that hides anything."""
+    return next((mask for mask in _masks(given) if not bool(mask.all())), None)
+
+
+def _seen(scores: Tensor) -> Tensor:
+    """Where a mask of scores, bool or added to them, lets a query see a key."""
+    return scores if scores.dtype == torch.bool else scores == 0
+
+
+def _refuse_documents_in(mask: Tensor) -> None:
+    """Refuse a mask that tells documents apart, which recurrent layers do not look at.
+
+    Raises:
+        ValueError: where it numbers documents, or hides a token from the next one of its row.
+    """
+    found = ""
+    if mask.dim() == 2 and bool((mask > 1).any()):
+        found = f"numbers documents (up to {int(mask.max())})"
+    elif mask.dim() == 4 and mask.shape[-2] == mask.shape[-1]:
+        real, before = (_seen(mask).diagonal(offset, -2, -1) for offset in (0, -1))
+        if bool((real[..., 1:] & real[..., :-1] & ~before).any()):
+            found = "keeps tokens of a row from those right before them"
+    if found:
+        raise ValueError(
+            f"attention_mask {found}, which recurrent layers cannot see; drop it and give "
+            "position_ids that start again with each document, cu_seq_lens_q or seq_idx"
+        )
 
 
 def _cached(given: Mapping[str, Any]) -> Any:
@@ -153,15 +192,35 @@ def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if given.get("cu_seqlens") is not None:  # as flash-linear-attention spells it
         found["cu_seqlens"] = {"position_ids": None, "cu_seq_lens_q": given["cu_seqlens"]}
     positions = _text(given.get("position_ids"))
-    if _cached(given) is not None or isinstance(given.get("attention_mask"), dict):
-        positions = None  # of tokens that go on from a cache, or of a prompt that fills one
-    elif positions is not None and (mask := _mask(given)) is not None:
-        positions = _without_padding(positions, mask)
+    hidden = _mask(given)
+    if positions is not None and hidden is not None:
+        positions = _without_padding(positions, hidden)
     if positions is not None:
         found["position_ids"] = {"position_ids": positions}
     if given.get("seq_idx") is not None:
         found["seq_idx"] = {"position_ids": _since(given["seq_idx"])}
+    if not found and given.get("position_ids") is not None and positions is None:
+        _refuse_restarts(given["position_ids"], hidden)
     return found
+
+
+def _refuse_restarts(positions: Tensor, mask: Tensor | None) -> None:
+    """Refuse documents that only the axes of images and text together tell apart.
+
+    Raises:
+        ValueError: where time, the first of three axes, goes back between two real tokens.
+    """
+    if positions.dim() != 3:
+        return
+    back = positions[0, :, 1:] < positions[0, :, :-1]
+    if mask is not None and mask.dim() == 2:
+        real = mask[:, -positions.shape[-1] :].bool()
+        back = back & real[:, 1:] & real[:, :-1]
+    if bool(back.any()):
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)} start again within a row, and no row "
+            "of them counts tokens; give cu_seq_lens_q too"
+        )
 
 
 def _text(positions: Tensor | None) -> Tensor | None:
@@ -176,9 +235,12 @@ def _text(positions: Tensor | None) -> Tensor | None:
 
 def _without_padding(positions: Tensor, mask: Tensor) -> Tensor | None:
     """Positions as they are where two real tokens of a row do not follow each other, else none."""
-    if mask.dim() != 2 or mask.shape[-1] != positions.shape[-1]:
+    if mask.dim() == 2:
+        real = mask[:, -positions.shape[-1] :].bool()  # the first columns are of a cache
+    else:
+        real = _seen(mask)[:, 0].diagonal(0, -2, -1)
+    if real.shape[-1] != positions.shape[-1]:
         return None
-    real = mask.bool()
     jumps = positions[:, 1:] - positions[:, :-1] != 1
     return positions if bool((jumps & real[:, 1:] & real[:, :-1]).any()) else None
 

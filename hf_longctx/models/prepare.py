@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
@@ -60,8 +61,13 @@ def prepare(model: Model) -> Model:
             carry(block)
         for each in inner:
             leave_recompute(each)
+    ids = {id(layer) for layer, _ in layers}
+    plain = all(adapter.plain for _, adapter in layers)
     if layers:
-        open_door(_base(model), plain=all(adapter.plain for _, adapter in layers))
+        open_door(_base(model), plain=plain)
+    for part in model.modules():  # a loss may call the model without its head
+        if isinstance(part, PreTrainedModel) and _holds(part, ids):
+            open_door(part, plain=plain)
     return model
 
 
@@ -129,5 +135,11 @@ def _blocks_of(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
 
 
 def _base(model: Any) -> Any:
-    """The model that Transformers made, under PEFT's wrapper or without one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """The model that Transformers made, under PEFT's, DDP's or a user's wrapper or without one."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    base = next(parts, model)
+    if not hasattr(base, "config"):
+        raise ValueError(
+            f"{type(model).__name__} holds no Transformers model; give hf_longctx.prepare one"
+        )
+    return base

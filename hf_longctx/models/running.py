@@ -38,7 +38,9 @@ class Running:
 
 _LAYER: ContextVar[Running | None] = ContextVar("hf_longctx_layer", default=None)
 _BLOCK: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_block", default=None)
-_MODEL: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_model", default=None)
+_MODEL: ContextVar[tuple[nn.Module | None, LongCtxBatch | None]] = ContextVar(
+    "hf_longctx_model", default=(None, None)
+)
 _TARGETS: ContextVar[Tensor | None] = ContextVar("hf_longctx_targets", default=None)
 
 
@@ -54,7 +56,13 @@ def batch_of_block() -> LongCtxBatch | None:
 
 def batch_of_model() -> LongCtxBatch | None:
     """The documents in the model's forward that runs; in a recompute none, or another's."""
-    return _MODEL.get()
+    return _MODEL.get()[1]
+
+
+def part_of_model_under_way(module: nn.Module) -> bool:
+    """Whether a module lies in the model whose forward runs and has looked for documents."""
+    outer = _MODEL.get()[0]
+    return outer is not None and any(part is module for part in outer.modules())
 
 
 def targets_of_model() -> Tensor | None:
@@ -76,9 +84,11 @@ def running_block(batch: LongCtxBatch | None) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def running_model(batch: LongCtxBatch | None, targets: Tensor | None) -> Iterator[None]:
-    """Make a batch, or none, that of the model under way, and its `shift_labels`."""
-    with _set(_MODEL, batch), _set(_TARGETS, targets):
+def running_model(
+    model: nn.Module, batch: LongCtxBatch | None, targets: Tensor | None
+) -> Iterator[None]:
+    """Make a model the one under way, with a batch or none, and its `shift_labels`."""
+    with _set(_MODEL, (model, batch)), _set(_TARGETS, targets):
         yield
 
 
