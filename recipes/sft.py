@@ -51,7 +51,10 @@ class ModelArguments:
     )
     attn_implementation: str = field(
         default="distca",
-        metadata={"help": "How attention runs across ranks: distca, charm, ring or ulysses."},
+        metadata={
+            "help": "How attention runs across ranks: distca, charm, ring, ulysses or, for models "
+            "with recurrent layers, zeco_linear."
+        },
     )
 
 
@@ -215,7 +218,7 @@ def new_model(arguments: ModelArguments, tokenizer: Any) -> Any:
     place = Path(str(arguments.model_config))
     try:
         given = json.loads(place.read_text())
-        config = AutoConfig.for_model(**given, vocab_size=len(tokenizer))
+        config = AutoConfig.for_model(**given | {"vocab_size": len(tokenizer)})
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"--model_config {place} is no config as JSON: {error}") from error
     return AutoModelForCausalLM.from_config(

@@ -17,11 +17,10 @@ from ..data.batch import KEY, LongCtxBatch
 from ..kernels.softmax import Scoring
 from ..plan.cost import LayerKind
 from ..plan.plans import local_plan
-from ..plan.program import Program
 from ..runtime.autograd import Layer, attend
 from ..runtime.binding import Runtime
 from ..runtime.requests import call_servers
-from ..support import refuse_call
+from ..support import recurrent_family, refuse_call
 from .dense import dense
 from .documents import local_documents, refuse_packed_padding
 from .masks import Bidirectional, SlidingWindow
@@ -86,9 +85,14 @@ def run(
         return dense(query, key, value, attention_mask, scoring=scoring, sinks=sinks), None
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if batch is None:
-        program = _local_program(query, key, scoring, kwargs)
+        lengths = _local_lengths(query, key, kwargs)
+        if len(lengths) != len(query):
+            _refuse_unprepared(module)
+        program = local_plan(lengths, scoring.window, causal=causal).program(0)
         out = attend(Layer(program, None, scoring, Runtime().account), *rows, sinks=sinks)[0]
     else:
+        if not batch.prepared:
+            _refuse_unprepared(module)
         _refuse_other_positions(batch, kwargs.get("position_ids"), rows=len(query))
         out = _with_batch(algorithm, module, batch, rows, scoring, sinks)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -118,8 +122,8 @@ def _refuse_mask_with_documents(
     refuse_packed_padding(kwargs.get("position_ids"), mask)
 
 
-def _local_program(query: Tensor, key: Tensor, scoring: Scoring, kwargs: dict[str, Any]) -> Program:
-    """The program of the documents that this call holds whole."""
+def _local_lengths(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Tokens of each document that this call holds whole."""
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{query.shape[2]} queries met {key.shape[2]} keys without a mask; hf_longctx needs "
@@ -127,10 +131,24 @@ def _local_program(query: Tensor, key: Tensor, scoring: Scoring, kwargs: dict[st
         )
     positions = kwargs.get("position_ids")
     bounds = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
-    lengths = local_documents(
+    return local_documents(
         batch=query.shape[0], rows=query.shape[2], position_ids=positions, **bounds
     )
-    return local_plan(lengths, scoring.window, causal=scoring.causal).program(0)
+
+
+def _refuse_unprepared(module: nn.Module) -> None:
+    """Refuse packed documents in a model whose recurrent layers would run on from one to the next.
+
+    Raises:
+        ValueError: with what shows those layers.
+    """
+    config = getattr(module, "config", None)
+    found = None if config is None else recurrent_family(config)
+    if found is not None:
+        raise ValueError(
+            f"packed documents reached a model whose recurrent layers ({found}) do not know of "
+            "them; call hf_longctx.prepare(model) once it is loaded"
+        )
 
 
 def _refuse_other_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, rows: int) -> None:
