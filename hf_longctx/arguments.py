@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
-from .support import NESTED, refuse_arguments
+from .support import refuse_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -206,20 +206,6 @@ class LongCtxArguments:
     def algorithm(self, name: str) -> str:
         """Who plans softmax layers under an attention name."""
         return self.longctx_softmax if name == "zeco_linear" else name
-
-    def check_domains(self, name: str) -> None:
-        """Refuse flags of nested domains under an attention name whose plans know none.
-
-        Raises:
-            ValueError: naming the flag, its value, the rule and the remedy.
-        """
-        for flag, default in (("longctx_topology", "auto"), ("longctx_ulysses_size", 1)):
-            value = getattr(self, flag)
-            if value != default and LongCtxArguments.algorithm(self, name) not in NESTED:
-                raise ValueError(
-                    f"{flag}={value} under attn_implementation={name!r}: its plans know no "
-                    f"domains; leave it at {default}, or use one of {', '.join(NESTED)}"
-                )
 
     def plan_overlap(self, name: str) -> str:
         """What plans overlap under an attention name.

@@ -14,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_longctx import LongCtxArguments, LongCtxTrainer, LongCtxTrainingArguments
-from hf_longctx.support import NAMES, NESTED
+from hf_longctx.support import NAMES, NESTED, refuse_unread_flags
 from hf_longctx.training.groups import find_group
 
 SMALL = Case(lengths=(20, 9))
@@ -62,21 +62,28 @@ def test_values_are_refused_by_name(tmp_path, given, message):
             make(**given)
 
 
+def refuse_unread(given: LongCtxArguments, name: str) -> None:
+    refuse_unread_flags(given, name=name, algorithm=given.algorithm(name))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"longctx_topology": "2x4"}, "longctx_topology=2x4 under attn_implementation='distca'"),
-        ({"longctx_topology": "2x4"}, "leave it at auto, or use one of charm, ring, ulysses"),
+        ({"longctx_topology": "2x4"}, "leave it at auto, or use charm or ring or ulysses"),
         ({"longctx_ulysses_size": 2}, "longctx_ulysses_size=2 under attn_implementation='distca'"),
+        ({"longctx_scan": "tree"}, "longctx_scan=tree under attn_implementation='distca': it runs"),
+        ({"longctx_softmax": "ring"}, "leave it at distca, or use zeco_linear"),
     ],
 )
-def test_domains_are_refused_where_plans_know_none(given, message):
+def test_flags_are_refused_under_names_that_do_not_look_at_them(given, message):
     made = LongCtxArguments(**given)
     with pytest.raises(ValueError, match=re.escape(message)):
-        made.check_domains("distca")
-    for name in NESTED:
-        made.check_domains(name)
-    LongCtxArguments().check_domains("distca")
+        refuse_unread(made, "distca")
+    domains = {"longctx_topology", "longctx_ulysses_size"} & {*given}
+    for name in NESTED if domains else ("zeco_linear",):
+        refuse_unread(made, name)
+    refuse_unread(LongCtxArguments(), "distca")
 
 
 def test_the_layout_suits_the_name():
@@ -92,9 +99,9 @@ def test_the_layout_suits_the_name():
 def test_softmax_layers_of_a_hybrid_are_planned_by_a_name_of_their_own():
     given = LongCtxArguments(longctx_softmax="charm", longctx_topology="2x2")
     assert given.algorithm("zeco_linear") == "charm" and given.algorithm("ring") == "ring"
-    given.check_domains("zeco_linear")
+    refuse_unread(given, "zeco_linear")
     with pytest.raises(ValueError, match="its plans know no domains"):
-        LongCtxArguments(longctx_topology="2x2").check_domains("zeco_linear")
+        refuse_unread(LongCtxArguments(longctx_topology="2x2"), "zeco_linear")
 
 
 def test_a_topology_of_other_ranks_is_refused_before_the_first_step(tmp_path):

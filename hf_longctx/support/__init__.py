@@ -12,6 +12,7 @@ from .families import (
     SOFTMAX_LAYERS,
     recurrent_family,
 )
+from .flags import refuse_unread_flags
 from .given import refuse_given
 from .heads import HEAD_RULES, Sharing, refuse_heads
 from .overlap import PINGPONG_RULES, refuse_pingpong
@@ -47,6 +48,7 @@ __all__ = [
     "refuse_heads",
     "refuse_model",
     "refuse_pingpong",
+    "refuse_unread_flags",
     "refuse_wrappers",
     "table",
 ]

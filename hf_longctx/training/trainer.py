@@ -29,6 +29,7 @@ from ..support import (
     refuse_given,
     refuse_model,
     refuse_pingpong,
+    refuse_unread_flags,
     refuse_wrappers,
 )
 from .auto import find_auto
@@ -144,7 +145,8 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             ranks=self.longctx_group.size,
             size=self.args.longctx_ulysses_size,
         )
-        LongCtxArguments.check_domains(self.args, self.longctx_attention)
+        given = {"name": self.longctx_attention, "algorithm": self.longctx_algorithm}
+        refuse_unread_flags(self.args, **given)
         overlap = LongCtxArguments.plan_overlap(self.args, self.longctx_attention)
         say_whole_exchanges(self.model.config, overlap=overlap)
         if not getattr(self, "model_accepts_loss_kwargs", True):

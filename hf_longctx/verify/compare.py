@@ -21,7 +21,7 @@ from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.processes import RankPool
 from ..comm.topology import given_levels
 from ..plan.levels import Levels
-from ..support import recurrent_family, refuse_model, refuse_pingpong
+from ..support import recurrent_family, refuse_model, refuse_pingpong, refuse_unread_flags
 from .bounds import bounds_of, broken
 from .fla import naive_kernels
 from .ranks import Case, RankResult, run_rank
@@ -175,7 +175,7 @@ def verify(
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
     refuse_model(config, name=name)
-    arguments.check_domains(name)
+    refuse_unread_flags(arguments, name=name, algorithm=arguments.algorithm(name))
     size = arguments.longctx_ulysses_size
     refuse_unshared_heads(config, name=arguments.algorithm(name), ranks=ranks, size=size)
     if arguments.longctx_overlap == "pingpong":
