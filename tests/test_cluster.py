@@ -26,7 +26,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hf_longctx"
 TWO_BY_TWO = "nodes=2,ranks_per_node=2,cross=100mbit"
 # `bench` alone, without the package around it: a start in milliseconds.
 OWNER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in background
 from bench.cluster import Cluster, ClusterSpec
 with Cluster(ClusterSpec.parse(sys.argv[1])) as cluster:
     cluster.run(sys.argv[2:])
