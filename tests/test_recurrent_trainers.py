@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from plain_loop import Plain, plain_loop, weights_of
 from recurrent_cases import CASES, FAMILY
 from tiny import tiny
-from train_cases import launch
+from train_cases import launch_pairs, logged_by_pairs
 from transformers import AutoModelForCausalLM
 
 CLOSE = 1e-4
@@ -23,19 +22,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """All cases, in one launch."""
-    folder = tmp_path_factory.mktemp("recurrent")
-    ended = launch(folder, *CASES, processes=2, script=recurrent_cases.__file__)
-    assert ended.code == 0, ended.output[-8000:]
-    assert ended.left == []
-    return folder
+    return launch_pairs(
+        tmp_path_factory.mktemp("recurrent"), CASES, script=recurrent_cases.__file__
+    )
 
 
 @pytest.fixture(scope="module")
 def cases(folder) -> dict[str, Any]:
     """What each case logged."""
-    found = json.loads((folder / "results.json").read_text())
-    assert found["world"] == 2
-    return found["cases"]
+    return logged_by_pairs(folder)
 
 
 @pytest.fixture(scope="module")

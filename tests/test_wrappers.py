@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import wrapper_cases
 from plain_loop import Plain, pieces_of, plain_loop, token_loss, weights_of
 from tiny import collate, documents, tiny
 from torch import Tensor
-from train_cases import launch
+from train_cases import launch_pairs, logged_by_pairs
 from transformers import AutoModelForCausalLM
 from wrapper_cases import CASES
 
@@ -28,19 +27,13 @@ EACH_RUN = pytest.mark.parametrize("name", TRAINED)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """All cases over two trainers, in one launch."""
-    folder = tmp_path_factory.mktemp("wrappers")
-    ended = launch(folder, *CASES, processes=2, script=wrapper_cases.__file__)
-    assert ended.code == 0, ended.output[-8000:]
-    assert ended.left == []
-    return folder
+    return launch_pairs(tmp_path_factory.mktemp("wrappers"), CASES, script=wrapper_cases.__file__)
 
 
 @pytest.fixture(scope="module")
 def cases(folder) -> dict[str, Any]:
     """What each case logged."""
-    found = json.loads((folder / "results.json").read_text())
-    assert found["world"] == 2
-    return found["cases"]
+    return logged_by_pairs(folder)
 
 
 def plain(name: str) -> Plain:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -324,6 +324,21 @@ class Launched:
     output: str
     ended: float
     left: list[int]
+
+
+def launch_pairs(folder: Path, cases: Iterable[str], *, script: str) -> Path:
+    """Run a script's cases over two trainers, all in one launch."""
+    ended = launch(folder, *cases, processes=2, script=script)
+    assert ended.code == 0, ended.output[-8000:]
+    assert ended.left == []
+    return folder
+
+
+def logged_by_pairs(folder: Path) -> dict[str, Any]:
+    """What each case of `launch_pairs` logged."""
+    found = json.loads((folder / "results.json").read_text())
+    assert found["world"] == 2
+    return found["cases"]
 
 
 def launch(
