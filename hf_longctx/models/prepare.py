@@ -38,15 +38,16 @@ def prepare(model: Model) -> Model:
     Transformers as before. Nothing of it is saved with a checkpoint.
 
     Args:
-        model (`nn.Module`): A Transformers model, with PEFT adapters or without. It is changed in
-            place; a second time changes nothing, nor does a model without recurrent layers.
+        model (`nn.Module`): A Transformers model, or a wrapper of one. It is changed in place; a
+            second time changes nothing, nor does a model without recurrent layers.
 
     Returns:
         The model.
 
     Raises:
         ValueError: naming the class of a recurrent layer that is not known, or of a function of
-            Transformers that takes other arguments than the version that is known.
+            Transformers that takes other arguments than the version that is known; and for options
+            of flash-linear-attention that are not built, and for what holds no Transformers model.
     """
     layers = recurrent_layers(model)
     _refuse_unknown(model, [layer for layer, _ in layers])
