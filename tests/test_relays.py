@@ -96,7 +96,7 @@ def test_two_hundred_plans_end_and_send_what_is_planned(
 @pytest.mark.parametrize("kv_heads", [1, 2], ids=["keys", "queries"])
 def test_ranks_hold_no_more_where_there_are_more(kv_heads: int) -> None:
     held = {}
-    for sizes in ((2, 4), (3, 4)):
+    for sizes in ((2, 4), (3, 4), (6, 4)):
         ranks = Levels(sizes).ranks
         rows = Rows.random(32 * ranks, kv_heads=kv_heads)
         layout = cut([32 * ranks], ranks=ranks, layout="zigzag")
@@ -104,5 +104,7 @@ def test_ranks_hold_no_more_where_there_are_more(kv_heads: int) -> None:
         account = held[ranks] = Account()  # peaks of the rank that holds most
         run_lock_step(plan, rows, account=account)
     chunk = 32 * rows.widths.row("kv")
-    assert 0 < held[12].peak_bytes <= held[8].peak_bytes <= 9 * chunk
-    assert 0 < held[12].message_peak_bytes <= 1.1 * held[8].message_peak_bytes
+    assert max(held[8].peak_bytes, held[24].peak_bytes) <= held[12].peak_bytes <= 8.5 * chunk
+    least, some, most = (held[ranks].message_peak_bytes for ranks in (8, 12, 24))
+    assert some <= 1.1 * least  # two domains have less to pass on
+    assert most <= 1.02 * some <= 11 * chunk

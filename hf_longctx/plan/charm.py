@@ -23,7 +23,7 @@ from .program import Block, Fold, Op, Post, Program, Wait
 from .visits import DKV, DQ, GRAD, KV, Q, Run, Stand, Visits, post
 
 PIECES = 4
-_WINDOW = 3  # units under way at a level: the one worked on, and two that travel
+_WINDOW = 3  # units under way at a level: the one worked on, and two that travel (inside, one)
 
 
 def program(
@@ -113,10 +113,13 @@ class _Forward:
             started[unit] = visit = _Visit(unit, self)
             return [op for op in visit.posts if op.sends or op.recvs]
 
+        later = [v for v in waiting if v == self.crossings.innermost and len(waiting) > 1]
         for level in waiting:
-            for _ in range(_WINDOW):
+            for _ in range(1 if level in later else _WINDOW):
                 yield from start(level)
         yield from self._first()
+        for level in later:  # whole chunks, over fast links: own work need not wait for their posts
+            yield from start(level)
         for unit in order:
             if visit := started.pop(unit, None):
                 yield from (Wait(op.tag) for op in visit.posts if op.sends or op.recvs)

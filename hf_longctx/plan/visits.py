@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -204,17 +204,41 @@ class Visits:
             met[mine] += 1
         ops: list[Op] = []
         for number, tasks in enumerate(rounds):
+            queries = [q for q, _ in tasks]
             direct = first and number == 0
-            part = self.total if direct else self.array("part", self.home)
-            partials = [Block(part, q.start, q.stop) for (_, (q,)), _ in tasks]
+            partials = self._totals(queries) if direct else self._partials(queries)
             ops += [
                 Attend(q, kv, into)
                 for ((_, (q,)), (_, (kv,))), into in zip(tasks, partials, strict=True)
             ]
-            for into in [] if direct else partials:
-                total = Block(self.total, into.start, into.stop)
-                ops.append(Fold(total, (total, into), "lse"))
+            if not direct:
+                ops += self._merged(self._totals(queries), partials)
         return ops
+
+    def _totals(self, queries: Iterable[Run]) -> list[Block]:
+        """The rows of the total that own queries have."""
+        return [Block(self.total, q.start, q.stop) for _, (q,) in queries]
+
+    def _partials(self, queries: Sequence[Run]) -> list[Block]:
+        """A new array of these rows alone."""
+        stops = list(accumulate(s.stop - s.start for s, _ in queries))
+        starts = [0, *stops[:-1]]
+        held = [(at, *s[2:]) for at, (s, _) in zip(starts, queries, strict=True)]
+        part = self.place("part", stops[-1], np.asarray(held, np.int64))
+        return [Block(part, *rows) for rows in zip(starts, stops, strict=True)]
+
+    def _merged(self, totals: Iterable[Block], partials: Iterable[Block]) -> list[Op]:
+        """Merge partials into the total, those whose rows are neighbours in one go."""
+        joined: list[tuple[Block, Block]] = []
+        for total, part in zip(totals, partials, strict=True):
+            if joined and joined[-1][0].stop == total.start:  # partials stand end to end
+                before = joined.pop()
+                total, part = (
+                    total._replace(start=before[0].start),
+                    part._replace(start=before[1].start),
+                )
+            joined.append((total, part))
+        return [Fold(total, (total, part), "lse") for total, part in joined]
 
     def attend_grad(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[Op]:
         """Gradients of runs of queries (in q, grad and dq) with runs of keys (in kv and dkv)."""
