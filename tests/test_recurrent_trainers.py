@@ -78,3 +78,19 @@ def test_b51_evaluation_is_weighted_by_tokens(cases, right):
     for key, loss in found.items():
         wanted = right["evaluate"].evaluations[-1][key.split("_")[1]]
         assert abs(loss / wanted - 1) < CLOSE
+
+
+def test_what_scans_take_is_logged_once_with_the_link_it_goes_by(cases):
+    for name, case in cases.items():
+        found = [(line.split(":")[1], line.rpartition("(")[2]) for line in case["scans"]]
+        chosen = (
+            " tree over 2 ranks, pieces 1, predicted to take",
+            "assumed, as none was measured)",
+        )
+        if name != "ddp":  # which names a schedule that no link changes
+            chosen = " chain over 2 ranks, pieces 1, predicted to take", "measured)"
+        assert [(what[: len(chosen[0])], link) for what, link in found] == [chosen] * (
+            name != "groups"
+        )
+        moved = [entry["longctx_bytes_moved"] for entry in case["history"] if "loss" in entry]
+        assert max(moved) < 1 << 20  # without the probe's messages of 4 MiB
