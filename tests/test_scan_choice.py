@@ -6,7 +6,6 @@ import logging
 import pickle
 from typing import Any
 
-import pytest
 from helpers import threads
 
 from hf_longctx.comm import topology
@@ -20,7 +19,7 @@ from hf_longctx.training.scans import find_link, say_scans
 
 DELTA = Sizes(State(128, "matrix"), 32, 128)  # 2 MiB
 LIGHTNING = Sizes(State(64, "head"), 8, 64)
-FAST, SLOW = Link(2e-5, 40e9), Link(1e-4, 1e8)
+FAST, SLOW = Link(1e-3, 40e9), Link(1e-4, 1e8)
 
 
 def batch(link: Link | None, *, ranks: int = 8, lengths: tuple[int, ...] = (64,)) -> LongCtxBatch:
@@ -28,7 +27,7 @@ def batch(link: Link | None, *, ranks: int = 8, lengths: tuple[int, ...] = (64,)
 
 
 def test_the_link_decides() -> None:
-    for link, name in ((FAST, "tree"), (SLOW, "chain"), (None, "chain")):
+    for link, name in ((FAST, "allgather"), (SLOW, "chain"), (None, "chain")):
         given = batch(link)
         assert given.scan_program(DELTA) is not None
         taken = given.scans[DELTA]
@@ -48,7 +47,6 @@ def test_all_ranks_go_by_the_slowest_one(monkeypatch: Any) -> None:
     small = {0: 1e4, 1: 5e3, 2: 2e4}  # messages of a byte, per second
 
     def rate(channel: Any, pair: Any, size: int, *, what: str) -> float:
-        assert pair is None or pair == ((channel.rank + 1) % 3, (channel.rank - 1) % 3) or size > 1
         return (small if size == 1 else pace)[channel.rank]
 
     monkeypatch.setattr(topology, "_rate", rate)
@@ -58,7 +56,7 @@ def test_all_ranks_go_by_the_slowest_one(monkeypatch: Any) -> None:
         found[rank] = find_link(channels[rank], ranks=3)
 
     threads(work, ranks=3)
-    assert {*found.values()} == {Link(pytest.approx(2e-4), 1e9)}
+    assert {*found.values()} == {Link(2e-4, 1e9)}
 
 
 def measure(context: Any) -> Link:
