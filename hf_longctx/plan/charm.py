@@ -114,12 +114,13 @@ class _Forward:
             started[unit] = visit = _Visit(unit, self)
             return [op for op in visit.posts if op.sends or op.recvs]
 
-        later = [v for v in waiting if v == self.crossings.innermost and len(waiting) > 1]
+        nested = len(waiting) > 1
         for level in waiting:
-            for _ in range(1 if level in later else _WINDOW):
+            few = 1 if level == self.crossings.innermost else 2  # more would hold up the first work
+            for _ in range(few if nested else _WINDOW):
                 yield from start(level)
         yield from self._first()
-        for level in later:  # whole chunks, over fast links: own work need not wait for their posts
+        for level in waiting if nested else ():
             yield from start(level)
         for unit in order:
             if visit := started.pop(unit, None):
