@@ -106,7 +106,8 @@ class LongCtxArguments:
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
         "auto",
         "How states of recurrent layers pass on (zeco_linear): chain from rank to rank, in pieces; "
-        "tree in log2 steps; allgather to all at once. auto: what is predicted to be fastest.",
+        "tree in log2 steps; allgather to all at once. auto: what is predicted to be fastest by a "
+        "measured link; the log says what.",
     )
     longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
         "distca", "How softmax layers run across ranks under zeco_linear."

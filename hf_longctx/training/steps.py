@@ -16,11 +16,13 @@ from ..data.batch import KEY, LongCtxBatch
 from ..plan.auto import Auto
 from ..plan.count import by_level
 from ..plan.measured import CostTable
+from ..plan.schedule import Link, Sizes
 from .auto import say_choices
 from .halves import say_whole
 from .overrides import WatchedStep
 from .positions import refuse_longer
 from .report import LEVEL, StepReport, summary
+from .scans import BY_LINK, find_link, say_scans
 from .server_memory import limit_memory
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
@@ -32,7 +34,9 @@ class StepsMixin(_Base):
     longctx_costs: CostTable | None
     longctx_auto: Auto | None
     longctx_topology: Topology | None
+    longctx_link: Link | None = None  # between neighbours, once it was measured
     _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
+    _scanned: frozenset[tuple[Sizes, int]] = frozenset()  # what was logged of scans
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
     _logged: Tensor  # `_exchanged` at the last log
@@ -58,6 +62,7 @@ class StepsMixin(_Base):
         batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
         batch.speeds, batch.auto = speeds, self.longctx_auto
         batch.softmax, batch.scan = self.args.longctx_softmax, self.args.longctx_scan
+        batch.link = self.longctx_link
         if speeds and self.args.longctx_server_memory is not None:
             configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
             widths = (layer_widths(config, dtype=dtype) for config in configs)
@@ -75,6 +80,15 @@ class StepsMixin(_Base):
                 self._chosen = say_choices(batch, before=self._chosen)
         return batch
 
+    def _find_link(self) -> None:
+        """Measure the link between the group's neighbours, where scans go by it; once."""
+        channel = self.longctx_runtime.channel
+        recurrent = self.longctx_attention == "zeco_linear" and self.args.longctx_scan in BY_LINK
+        if self.longctx_link is None and channel is not None and recurrent:
+            before = self._exchanged()
+            self.longctx_link = find_link(channel, ranks=self.longctx_group.size)
+            self._logged += self._exchanged() - before  # the log counts what steps send
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -90,6 +104,8 @@ class StepsMixin(_Base):
             watched.end()
         finally:
             self._watched = None
+        if self.args.process_index == 0:
+            self._scanned = say_scans(batch, before=self._scanned)
         return loss
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:

@@ -206,6 +206,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 "data_collator was replaced after the trainer was made, by one with another "
                 "padding token; pass it when the trainer is made"
             )
+        self._find_link()
         return self.longctx_loaders.loader(
             dataset,
             name=self.longctx_attention,

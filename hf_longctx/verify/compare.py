@@ -214,11 +214,13 @@ def verify(
     used = {"ranks": ranks, "channels": (case.topology or Levels((ranks,))).channels}
     own = pool or RankPool(ranks)
     report: dict[str, Any] = {}
+    scans: dict[str, dict[str, Any]] = {}
     try:
         for kind in kinds:
             checked = replace(case, checkpointing=kind)
             logger.info("%d ranks, %s in %s, checkpointing %s", ranks, name, dtype, kind)
             results = own.run(run_rank, case=checked, **used)
+            scans = results[0].scans
             in_float32 = results
             if dtype != "float32":
                 logger.info("%d ranks, %s in float32, checkpointing %s", ranks, name, kind)
@@ -240,6 +242,7 @@ def verify(
         "overlap": arguments.longctx_overlap,
         "topology": str(case.topology or f"{ranks} (auto: one domain)"),
         "ulysses_size": arguments.longctx_ulysses_size,
+        **({"scan": scans} if name == "zeco_linear" else {}),
         "logit_columns": len(case.columns),
         "set_to_0": dropout_fields(config),
         "bounds": bounds,
