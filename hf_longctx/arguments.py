@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
-from .support import refuse_arguments
+from .support import refuse_arguments, refuse_name
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +171,11 @@ class LongCtxArguments:
                 f"longctx_topology={self.longctx_topology!r}: write nodes x ranks, outermost "
                 "first, as 2x4, or auto"
             )
+        if self.longctx_overlap == "heads" and self.longctx_softmax != "distca":
+            raise ValueError(
+                f"longctx_overlap=heads with longctx_softmax={self.longctx_softmax}: only distca "
+                "cuts its exchanges by heads; use longctx_softmax=distca, or longctx_overlap=none"
+            )
         if self.longctx_ulysses_size < 1:
             raise ValueError(
                 f"longctx_ulysses_size={self.longctx_ulysses_size} must be at least 1, and divide "
@@ -246,6 +251,8 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
     longctx_train_data: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if self.longctx_attention is not None:
+            refuse_name(self.longctx_attention)
         refuse_arguments(self)
         super().__post_init__()
         refuse_arguments(self)

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from ..attention.documents import local_documents
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.layout import cut
+from ..support import refuse_misspelt
 from .adapter import wrap_forward
 from .running import part_of_model_under_way, running_model
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # its name by version and family
+_OTHER_BOUNDARIES = ("cu_seqlens", "cu_seqlens_cpu")  # as flash-linear-attention spells them
 
 
 def open_door(model: nn.Module, *, plain: bool = True) -> None:
@@ -39,10 +41,13 @@ def open_door(model: nn.Module, *, plain: bool = True) -> None:
 def _forward(
     original: Callable[..., Any], *, names: Sequence[str], plain: bool
 ) -> Callable[..., Any]:
+    known = {*names, *_OTHER_BOUNDARIES}
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if part_of_model_under_way(self):
             return original(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False), **kwargs)
+        refuse_misspelt(given, known=known)
         batch = batch_in(given, plain=plain or not _on_cpu(given))
         with running_model(self, batch, given.get("shift_labels")):
             if batch is None:
@@ -189,7 +194,7 @@ def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if given.get("cu_seq_lens_q") is not None:
         bounds = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
         found["cu_seq_lens_q"] = {"position_ids": None, **bounds}
-    if given.get("cu_seqlens") is not None:  # as flash-linear-attention spells it
+    if given.get("cu_seqlens") is not None:
         found["cu_seqlens"] = {"position_ids": None, "cu_seq_lens_q": given["cu_seqlens"]}
     positions = _text(given.get("position_ids"))
     hidden = _mask(given)

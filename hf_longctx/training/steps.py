@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..attention.kinds import layer_configs, layer_kinds, layer_widths
+from ..comm.topology import Topology
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.auto import Auto
+from ..plan.count import by_level
 from ..plan.measured import CostTable
 from ..plan.schedule import Link, Sizes
 from .auto import say_choices
 from .halves import say_whole
 from .overrides import WatchedStep
 from .positions import refuse_longer
-from .report import StepReport, summary
+from .report import LEVEL, StepReport, summary
 from .scans import BY_LINK, find_link, say_scans
 from .server_memory import limit_memory
 
@@ -31,6 +33,7 @@ class StepsMixin(_Base):
 
     longctx_costs: CostTable | None
     longctx_auto: Auto | None
+    longctx_topology: Topology | None
     longctx_link: Link | None = None  # between neighbours, once it was measured
     _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
     _scanned: frozenset[tuple[Sizes, int]] = frozenset()  # what was logged of scans
@@ -41,7 +44,8 @@ class StepsMixin(_Base):
 
     def _start_report(self) -> None:
         """Nothing is counted so far."""
-        self._report, self._logged = StepReport(), torch.zeros(2, dtype=torch.float64)
+        self._report = StepReport()
+        self._logged = torch.zeros(2 + self.longctx_group.size, dtype=torch.float64)
 
     def _bind(self, inputs: dict[str, Any], *, speeds: tuple[float, ...] = ()) -> LongCtxBatch:
         """Tie a batch to this process and to servers of these speeds, and compare its plan across
@@ -129,17 +133,29 @@ class StepsMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def _exchanged(self) -> Tensor:
-        """Bytes that this rank has sent and seconds that it has waited, float64 `[2]`."""
-        runtime = self.longctx_runtime
-        return torch.tensor([runtime.sent_bytes, runtime.account.waited], dtype=torch.float64)
+        """Seconds that this rank has waited, bytes that it has sent, and how many of them to each
+        rank of its group, float64 `[2 + R]`."""
+        runtime, sent_to = self.longctx_runtime, self.longctx_runtime.sent_to
+        to_each = [sent_to[rank] for rank in range(self.longctx_group.size)]
+        figures = [runtime.account.waited, runtime.sent_bytes, *to_each]
+        return torch.tensor(figures, dtype=torch.float64)
 
     def _moved(self) -> dict[str, float]:
-        """Bytes sent by all trainers and the longest wait of any, since the last log."""
+        """Bytes sent by all trainers and the longest wait of any, since the last log; where domains
+        of ranks are nested, also the bytes that crossed each level, the outermost 0."""
         change, self._logged = self._exchanged() - self._logged, self._exchanged()
-        rows = self.accelerator.gather(change[None].to(self.accelerator.device))
+        crossed, levels = [], self.longctx_topology and self.longctx_topology.levels
+        if levels and len(levels.sizes) > 1:
+            sent = dict(enumerate(change[2:].tolist()))
+            over = by_level(sent, rank=self.longctx_group.rank, levels=levels)
+            crossed = [over[level] for level in range(len(levels.sizes))]
+        mine = torch.tensor([*change[:2].tolist(), *crossed], dtype=torch.float64)
+        mine = mine[None].to(self.accelerator.device)  # measured, so groups may differ in levels
+        rows = self.accelerator.gather(self.accelerator.pad_across_processes(mine, dim=1))
         return {
-            "longctx_bytes_moved": int(rows[:, 0].sum()),
-            "longctx_wait_seconds": round(float(rows[:, 1].max()), 4),
+            "longctx_bytes_moved": int(rows[:, 1].sum()),
+            "longctx_wait_seconds": round(float(rows[:, 0].max()), 4),
+            **{f"{LEVEL}{level}": int(sent.sum()) for level, sent in enumerate(rows[:, 2:].T)},
         }
 
     def longctx_summary(self) -> dict[str, Any]:

@@ -21,7 +21,13 @@ from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.processes import RankPool
 from ..comm.topology import given_levels
 from ..plan.levels import Levels
-from ..support import recurrent_family, refuse_model, refuse_pingpong, refuse_unread_flags
+from ..support import (
+    recurrent_family,
+    refuse_model,
+    refuse_name,
+    refuse_pingpong,
+    refuse_unread_flags,
+)
 from .bounds import bounds_of, broken
 from .fla import naive_kernels
 from .ranks import Case, RankResult, run_rank
@@ -166,6 +172,7 @@ def verify(
     Raises:
         ValueError: where the combination is refused.
     """
+    refuse_name(name)
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")
     if servers < 0 or (servers and name != "distca"):
