@@ -178,7 +178,7 @@ def test_what_starts_no_row_anew_is_refused():
     model = prepare(small("gla")).eval()
     mask = torch.ones_like(IDS)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="padding in attention_mask reached layers whose kernels"):
+    with pytest.raises(ValueError, match="scores in attention_mask reached layers whose kernels"):
         model(input_ids=IDS, attention_mask=mask)
     with pytest.raises(ValueError, match="a cache reached layers .* set use_cache=False"):
         model.generate(IDS, max_new_tokens=2, use_cache=True)
