@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
-from .support import refuse_arguments
+from .support import refuse_arguments, refuse_name
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,8 @@ class LongCtxArguments:
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
         "auto",
         "How states of recurrent layers pass on (zeco_linear): chain from rank to rank, in pieces; "
-        "tree in log2 steps; allgather to all at once. auto: what is predicted to be fastest.",
+        "tree in log2 steps; allgather to all at once. auto: what is predicted to be fastest by a "
+        "measured link; the log says what.",
     )
     longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
         "distca", "How softmax layers run across ranks under zeco_linear."
@@ -169,6 +170,11 @@ class LongCtxArguments:
             raise ValueError(
                 f"longctx_topology={self.longctx_topology!r}: write nodes x ranks, outermost "
                 "first, as 2x4, or auto"
+            )
+        if self.longctx_overlap == "heads" and self.longctx_softmax != "distca":
+            raise ValueError(
+                f"longctx_overlap=heads with longctx_softmax={self.longctx_softmax}: only distca "
+                "cuts its exchanges by heads; use longctx_softmax=distca, or longctx_overlap=none"
             )
         if self.longctx_ulysses_size < 1:
             raise ValueError(
@@ -245,6 +251,8 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
     longctx_train_data: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if self.longctx_attention is not None:
+            refuse_name(self.longctx_attention)
         refuse_arguments(self)
         super().__post_init__()
         refuse_arguments(self)

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from .support import NAMES
+from .support import NAMES, refuse_name
 
 
 def add_check(commands: Any) -> None:
@@ -32,8 +32,8 @@ def add_check(commands: Any) -> None:
     check.add_argument("--model", required=True, help="checkpoint folder or config JSON")
     check.add_argument(
         "--attn_implementation",
-        choices=NAMES,
-        help="only this name (default: all)",
+        metavar="NAME",
+        help=f"only this name, one of {', '.join(NAMES)} (default: all)",
     )
     check.add_argument("--json", metavar="FILE", help="write the rows there as one object")
     check.set_defaults(run=run)
@@ -47,11 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     from .verify.twins import load_config
 
     logging.set_verbosity_error()  # a small instance's warnings are not about the checkpoint
-    try:
-        config = load_config(arguments.model)
-    except Exception as error:  # whatever a config class says of wrong fields
-        return _wrong(f"no config can be read from {arguments.model} ({error})")
     wanted = arguments.attn_implementation
+    try:
+        if wanted is not None:
+            refuse_name(wanted)
+        config = load_config(arguments.model)
+    except ValueError as error:
+        return _wrong(str(error))
     rows = [row for row in check(config) if wanted in (None, row.name)]
     print("\n".join(_table(rows)))
     if arguments.json:

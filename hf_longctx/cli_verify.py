@@ -22,6 +22,53 @@ VERIFIED = (
     "longctx_softmax",
     "longctx_scan",
 )
+_DESCRIPTION = """\
+Starts gloo processes on this machine, runs packed documents through the model
+under one of our names, and compares logits, loss and every gradient with one
+process that runs each document alone: naive float64 attention, and stock
+Transformers in float32. Bounds: 1e-10 in float64, 1e-9 with recurrent layers;
+in bf16 twice (gradients three times) the error of the plain bf16 path; in
+float32, and against Transformers, 1e-5 or, where the plain float32 path itself
+is further than that from float64, twice (three times) its error.
+Dropout is set to 0 on both sides; attention dropout is refused.
+"""
+_EPILOG = """\
+example:
+  hf-longctx verify --model tests/configs/tiny_llama.json \\
+      --attn_implementation distca --ranks 3
+
+figures:
+  logit_error, loss_error, grad_error
+                    of the worst tensor, against naive float64 attention;
+                    X_vs_transformers: in float32, against stock Transformers
+  leak              largest gradient of other documents' logits in a document's
+                    embeddings; 0, or documents see each other. A config's
+                    weights are drawn so that a leak would show: the states of
+                    recurrent layers decay slowly (rate 0.05), while those of
+                    the usual rates forget a document within a few tokens
+  attention_calls   of our softmax and recurrent layers, on all ranks together
+  bytes_planned, bytes_sent
+                    by plans, and in fact, forward and backward; must be equal
+  recompute_bytes   sent once more by activation checkpointing; must be 0
+  logit_columns     logits of each token that are compared, drawn at random from
+                    a large vocabulary; loss and gradients see all of them
+  set_to_0          fields of the config for dropout, which both sides run
+                    without
+  servers, tasks_on_servers
+                    extra servers, and the attention tasks that they did
+  head_groups       (--overlap heads) groups of key/value heads that an exchange
+                    was cut into
+  switches          (--overlap pingpong) how often one half of a batch handed
+                    over to the other
+  bounds.X, failed  what X may be, and which of them is not so
+
+figures of --kill:
+  steps, replayed_steps
+                    optimizer steps, and those run again without the lost server
+  loss_difference, weights_difference
+                    from the undisturbed run, relative: of any step; at the end
+  orphans           processes that were left when the run had ended
+"""
 
 
 def add_verify(commands: Any) -> None:
@@ -29,20 +76,9 @@ def add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
         help="compare a model over several ranks with one process, gradients included",
-        description=(
-            "Starts gloo processes on this machine, runs packed documents through the model under "
-            "one of our names, and compares logits, loss and every gradient with one process that "
-            "runs each document alone: naive float64 attention, and stock Transformers in float32. "
-            "Bounds: 1e-10 in float64, 1e-9 with recurrent layers; in bf16 twice (gradients three "
-            "times) the error of the plain bf16 path; in float32, and against Transformers, 1e-5 "
-            "or, where the plain float32 path itself is further than that from float64, twice "
-            "(three times) its error. "
-            "Dropout is set to 0 on both sides; attention dropout is refused."
-        ),
-        epilog=(
-            "example: hf-longctx verify --model tests/configs/tiny_llama.json "
-            "--attn_implementation distca --ranks 3"
-        ),
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verify.add_argument("--model", required=True, help="checkpoint folder or config JSON")
     verify.add_argument(

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from transformers import HfArgumentParser
 
 from .arguments import LongCtxArguments
-from .support import NAMES
+from .support import NAMES, refuse_name
 
 NAME = "attn_implementation"
 _EPILOG = """\
@@ -51,7 +51,7 @@ def read(argv: Sequence[str]) -> Command:
 
     Raises:
         SystemExit: on `--help`, a missing script, or a flag of ours that is wrong.
-        ValueError: from `LongCtxArguments`.
+        ValueError: from `LongCtxArguments`, or for an attention name that is not ours.
     """
     parser = HfArgumentParser(
         LongCtxArguments,
@@ -62,7 +62,9 @@ def read(argv: Sequence[str]) -> Command:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(f"--{NAME}", required=True, choices=NAMES, help="How attention runs.")
+    parser.add_argument(
+        f"--{NAME}", required=True, metavar="NAME", help=f"How attention runs: {', '.join(NAMES)}."
+    )
     if not argv:
         parser.error("which script? --help says more")
     if argv[0] in ("-h", "--help"):
@@ -83,6 +85,7 @@ def read(argv: Sequence[str]) -> Command:
         )
         meant = f"did you mean --{near[0]}?" if near else "--help lists those that there are"
         parser.error(f"no such flag: --{flag}; {meant}")
+    refuse_name(named.attn_implementation)
     return Command(
         script=script, module=module, rest=rest, taken=taken, name=named.attn_implementation,
         longctx=longctx,

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgu
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.data.chat import tokenize_rows
-from hf_longctx.support import refuse_arguments
+from hf_longctx.support import refuse_arguments, refuse_name
 from hf_longctx.training.groups import find_group, servers_of_a_group
 
 
@@ -226,6 +226,21 @@ def new_model(arguments: ModelArguments, tokenizer: Any) -> Any:
     )
 
 
+def load_tokenizer(arguments: ModelArguments, folder: str) -> Any:
+    """The tokenizer; whether there is such a model shows here, before anything else is read."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, gguf_file=arguments.gguf_file)
+    except (OSError, ValueError) as error:
+        lacks = "no such folder, and no model of that name on the Hub"
+        if Path(folder).is_dir():
+            lacks = "no tokenizer can be read in that folder"
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"--model_name_or_path {folder}: {lacks} ({why}); give a checkpoint folder, a name on "
+            "the Hub, or package:NAME[/FOLDER]"
+        ) from error
+
+
 def load_model(arguments: ModelArguments, folder: str, tokenizer: Any) -> Any:
     """The model; a GGUF is unpacked to dense weights, which can be trained and saved."""
     if arguments.model_config:
@@ -243,6 +258,7 @@ def load_model(arguments: ModelArguments, folder: str, tokenizer: Any) -> Any:
 def main(argv: list[str]) -> None:
     """Load, train, save."""
     model_arguments, data_arguments, training_arguments = parse(argv)
+    refuse_name(model_arguments.attn_implementation)
     check_paths(data_arguments, training_arguments)
     refuse_arguments(training_arguments)  # and so on, as the trainer does: before data is tokenised
     group, name = find_group(training_arguments), model_arguments.attn_implementation
@@ -252,13 +268,7 @@ def main(argv: list[str]) -> None:
     logging.getLogger("hf_longctx").setLevel(level)
     set_seed(training_arguments.seed)
     folder = in_package(model_arguments.model_name_or_path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=model_arguments.gguf_file)
-    except OSError as error:
-        raise ValueError(f"--model_name_or_path {folder} cannot be read: {error}") from error
-    except ValueError as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"--model_name_or_path {folder} has no tokenizer: {why}") from error
+    tokenizer = load_tokenizer(model_arguments, folder)
     train_dataset = documents(data_arguments, tokenizer)
     eval_dataset = documents(data_arguments, tokenizer, evaluation=True)
     trainer = LongCtxTrainer(

@@ -5,12 +5,13 @@ It is started as `tests/train_cases.py` is, by `train_cases.launch(..., script=_
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from train_cases import LONG_AND_SHORT, UNEVEN, Case, arguments, main, trainer_of
+from train_cases import LONG_AND_SHORT, UNEVEN, Case, Lines, arguments, main, trainer_of
 
 FAMILY = "qwen3_5"  # without experts, whose choices a rounding may turn
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -52,14 +53,19 @@ def perform(name: str, folder: Path) -> dict[str, Any]:
         model = sharded("zeco_linear", folder, family=FAMILY)
     else:
         model = tiny("zeco_linear", family=FAMILY, dtype=torch.float32)
+    lines, logger = Lines(), logging.getLogger("hf_longctx")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
     trainer = trainer_of(CASES[name], folder, model=model, **given)
     trainer.train()
+    logger.removeHandler(lines)
     trainer.save_model(str(folder / "final"))
     return {
         "history": trainer.state.log_history,
         "wrapper": type(trainer.model_wrapped).__name__,
         "recompute_bytes": trainer.longctx_runtime.account.recompute_bytes,
         "recomputed": trainer.longctx_runtime.account.recomputed,
+        "scans": [line for line in lines.lines if line.startswith("longctx_scan=")],
     }
 
 

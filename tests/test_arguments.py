@@ -52,6 +52,10 @@ SMALL = Case(lengths=(20, 9))
         ({"longctx_topology": "2*4"}, "longctx_topology='2*4': write nodes x ranks, outermost"),
         ({"longctx_topology": "2x0"}, "longctx_topology='2x0': write nodes x ranks, outermost"),
         ({"longctx_ulysses_size": 0}, "longctx_ulysses_size=0 must be at least 1, and divide"),
+        (
+            {"longctx_overlap": "heads", "longctx_softmax": "ring"},
+            "longctx_overlap=heads with longctx_softmax=ring: only distca cuts its exchanges by",
+        ),
         ({"longctx_verify": "always"}, "longctx_verify='always' is not built yet"),
         ({"longctx_overflow": "wrap"}, "longctx_overflow='wrap'"),
     ],
@@ -102,6 +106,12 @@ def test_softmax_layers_of_a_hybrid_are_planned_by_a_name_of_their_own():
     refuse_unread(given, "zeco_linear")
     with pytest.raises(ValueError, match="its plans know no domains"):
         refuse_unread(LongCtxArguments(longctx_topology="2x2"), "zeco_linear")
+
+
+def test_a_misspelt_attention_name_is_answered_with_the_right_one(tmp_path):
+    assert arguments(SMALL, tmp_path, longctx_attention="charm").longctx_attention == "charm"
+    with pytest.raises(ValueError, match="'chram' is no name of ours; use .* mean 'charm'?"):
+        arguments(SMALL, tmp_path, longctx_attention="chram")
 
 
 def test_a_topology_of_other_ranks_is_refused_before_the_first_step(tmp_path):

@@ -229,7 +229,10 @@ def test_a_missing_message_names_rank_operation_and_peer(algorithm: str) -> None
     own = shard(plan.layout, 1, rows)
     layer = Layer(plan.program(1), hub.channels()[1], Scoring(scale=SCALE), Account())
     started = time.monotonic()
-    expected = r"rank 1: exchange 0 of forward phase 0 with rank 0 did not finish: no message"
+    expected = (
+        r"rank 1: exchange 0 of forward phase 0 with rank 0 did not finish: no message.*"
+        r"\(rank 0 may itself wait for one that is stopped or lost\)"
+    )
     with pytest.raises(ExchangeError, match=expected):
         attend(layer, own.q, own.k, own.v)
     assert time.monotonic() - started >= 0.2

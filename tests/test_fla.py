@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import pickle
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -216,6 +217,16 @@ def test_a_model_prepared_for_a_while_is_as_before():
         assert logits(model, input_ids=IDS, position_ids=PACKED).isfinite().all()
     assert not any("forward" in vars(module) for module in model.modules())
     assert prepare(copy.deepcopy(model)) is not model
+
+
+@pytest.mark.parametrize("family", FLA_FAMILIES)
+def test_a_pickled_model_refuses_documents_until_it_is_prepared_again(family):
+    model = prepare(small(family))
+    right = logits(model, input_ids=IDS, position_ids=PACKED)
+    loaded = pickle.loads(pickle.dumps(model))
+    with pytest.raises(ValueError, match=r"call hf_longctx.prepare\(model\)"):
+        loaded(input_ids=IDS, position_ids=PACKED)
+    assert torch.equal(logits(prepare(loaded), input_ids=IDS, position_ids=PACKED), right)
 
 
 def test_a_saved_model_knows_nothing_of_us(tmp_path):

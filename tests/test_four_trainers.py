@@ -51,6 +51,17 @@ def test_nested_domains_change_no_number(four, name):
     assert [e["grad_norm"] for e in steps(case)] == pytest.approx(right.norms, rel=1e-5)
 
 
+def test_the_log_tells_what_crosses_nested_domains(four):
+    for name, inside in (("two_of_two", True), ("two_groups", False)):  # 2x2, and 2x1 twice
+        for entry in steps(four[name]):
+            across, within = (entry[f"longctx_bytes_level_{level}"] for level in (0, 1))
+            assert across > 0 and (within > 0) is inside
+            assert across + within == entry["longctx_bytes_moved"]
+    assert any("by level" in line for line in four["two_of_two"]["lines"])
+    flat = steps(four["twelve_packs_of_two"])
+    assert not any(key.startswith("longctx_bytes_level") for entry in flat for key in entry)
+
+
 def test_b08_gradient_norm_of_four_is_that_of_one(four):
     (right,) = plain_loop(CASES["one_document"], world=1).norms
     (step,) = steps(four["one_document"])

@@ -236,10 +236,13 @@ def test_a_folder_needs_no_weights(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "no_such_file.json"], "no config.json and no folder with one"),
-        (["--model", __file__], "no config can be read from"),
+        (["--model", "no_such_file.json"], "--model no_such_file.json: no such file or folder"),
+        (["--model", __file__], "test_model_check.py: no JSON ("),
         (["--model", str(CONFIGS / "tiny_llama.json"), "--json", "no/such/folder"], "No such file"),
-        (["--model", str(CONFIGS / "tiny_llama.json"), "--attn_implementation", "sdpa"], "choose"),
+        (
+            ["--model", str(CONFIGS / "tiny_llama.json"), "--attn_implementation", "chram"],
+            "did you mean 'charm'?",
+        ),
         (["--model", str(CONFIGS / "tiny_llama.json"), "--rank", "2"], "unrecognized arguments"),
         ([], "the following arguments are required: --model"),
     ],

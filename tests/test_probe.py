@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.support.probed import COLLATOR, PROBE_RULES
 from hf_longctx.training.positions import position_limit, refuse_longer
-from hf_longctx.training.probe import probe
+from hf_longctx.training.probe import probe, uses_all_parameters
 from hf_longctx.verify.shrink import small_model
 
 
@@ -184,3 +184,42 @@ def test_a_trainer_refuses_them_before_it_trains(tmp_path):
     later = [{"input_ids": [1, 2], "position_ids": [5, 6]}]
     with pytest.raises(ValueError, match="train_dataset has position_ids, but documents are numb"):
         LongCtxTrainer(model=model, args=arguments, train_dataset=later)
+
+
+# What DDP must look for
+
+
+class Routed(Wrapped):
+    """A token chooses one of two experts, each with a parameter of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.experts = torch.nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+
+    def forward(self, input_ids: Any, **given: Any) -> Any:
+        expert = self.experts[int(input_ids[0, 0]) % 2]
+        return SimpleNamespace(logits=self.model(input_ids=input_ids, **given).logits + expert)
+
+
+def with_a_spare() -> Any:
+    model = tiny("distca")
+    model.spare = torch.nn.Linear(2, 2)
+    return model
+
+
+@pytest.mark.parametrize("name", ["distca", "zeco_linear"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_that_uses_all_it_has_needs_no_search(name, training):
+    family = "qwen3_next" if name == "zeco_linear" else "llama"  # the first has experts
+    model = tiny(name, family=family).train(training)
+    assert uses_all_parameters(model)
+    assert model.training is training and all(p.grad is None for p in model.parameters())
+
+
+def test_parameters_that_some_batch_may_not_reach_are_looked_for():
+    spare = with_a_spare()
+    assert not uses_all_parameters(spare)
+    spare.spare.requires_grad_(False)
+    assert uses_all_parameters(spare)
+    assert not uses_all_parameters(Routed(tiny("distca")))
+    assert not uses_all_parameters(Closed(tiny("distca")))  # fails on use_cache

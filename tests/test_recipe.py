@@ -66,6 +66,7 @@ def test_chat_recipe_trains_evaluates_and_resumes(recipe, flags, tmp_path, caplo
     more = ["--assistant_only_loss", "--eval_data", jsonl(tmp_path / "test.jsonl", CHATS[:2])]
     recipe.main([*flags, *more, "--max_steps", "2"])
     lines = caplog.messages
+    assert any("distca: LlamaForCausalLM, " in line and " 2 steps; " in line for line in lines)
     assert "train_dataset: columns ['messages'], read as messages" in lines
     (line,) = [line for line in lines if line.startswith("eval_dataset: 2 documents")]
     assert "1 truncated" in line
@@ -96,7 +97,14 @@ def test_stream_recipe_trains(recipe, flags, tmp_path):
         (["--eval_data", "none.jsonl"], "none.jsonl: no such file"),
         (["--data", "empty.jsonl"], "empty.jsonl: no such file, or an empty one"),
         (["--eval_split", "test"], "train.jsonl has no split 'test', only train; give --eval_data"),
-        (["--model_name_or_path", "none"], "--model_name_or_path none cannot be read"),
+        (
+            ["--model_name_or_path", "none"],
+            "--model_name_or_path none: no such folder, and no model",
+        ),
+        (
+            ["--attn_implementation", "chram"],
+            "use one of distca, charm, ring, ulysses, zeco_linear; di",
+        ),
         (["--eval_split", "train", "--streaming"], "--streaming needs --max_steps"),
         (["--longctx_group_size", "3", "--data", "empty.jsonl"], "longctx_group_size=3 must"),
         (["--longctx_servers", "63", "--data", "empty.jsonl"], "at most 62 servers"),

@@ -35,7 +35,12 @@ def assert_exact(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("family", "ranks", "scan"), CASES)
 def test_families_are_exact_over_ranks(rank_pool: Any, family: str, ranks: int, scan: str) -> None:
     arguments = LongCtxArguments(longctx_scan=scan)
-    assert_exact(verify(rank_pool, family, name="zeco_linear", ranks=ranks, arguments=arguments))
+    report = verify(rank_pool, family, name="zeco_linear", ranks=ranks, arguments=arguments)
+    assert_exact(report)
+    assert len(report["scan"]) == (family != "lfm2")
+    for taken in report["scan"].values():
+        assert (taken["schedule"], taken["ranks"]) == (scan, ranks)
+        assert taken["measured"] is (scan == "chain")  # the others go by no link
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])

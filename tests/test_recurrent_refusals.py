@@ -97,9 +97,35 @@ def test_forwards_are_refused_by_name(given, message):
             model(input_ids=IDS, **given)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("cu_seqlens_q", "cu_seq_lens_q"),
+        ("cu_seq_len_q", "cu_seq_lens_q"),
+        ("cu_seqlens_k", "cu_seq_lens_k"),
+        ("seqidx", "seq_idx"),
+        ("seq_ids", "seq_idx"),
+        ("positions_ids", "position_ids"),
+        ("longctxbatch", "longctx_batch"),
+    ],
+)
+def test_misspelt_boundaries_are_refused_where_transformers_would_swallow_them(name, meant):
+    model = prepare(hybrid("sdpa"))
+    with pytest.raises(ValueError, match=f"keyword {name}=Tensor: nothing reads it.*write {meant}"):
+        model(input_ids=IDS, **{name: BOUNDS})
+
+
+def test_other_keywords_pass_the_door():
+    model = prepare(hybrid("sdpa"))
+    right = model(input_ids=IDS, position_ids=PACKED, use_cache=False).logits
+    for given in ({"cu_seqlens": BOUNDS}, {"position_ids": PACKED, "position_bias": None}):
+        assert torch.equal(model(input_ids=IDS, use_cache=False, **given).logits, right)
+
+
 @pytest.mark.parametrize("given", [{"position_ids": PACKED}, CU, {KEY: batch(*LENGTHS)}], ids=str)
 def test_a_model_that_was_not_prepared_is_refused_at_its_softmax_layers(given):
-    model = tiny("zeco_linear", family="minimax")  # takes any of them without a word
+    model = tiny("sdpa", family="minimax")  # takes any of them without a word
+    model.config._attn_implementation = "zeco_linear"  # set where Transformers does not ask
     with pytest.raises(ValueError, match=re.escape("call hf_longctx.prepare(model) once")):
         model(input_ids=IDS, use_cache=False, **given)
     model(input_ids=IDS, use_cache=False)

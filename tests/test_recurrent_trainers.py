@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,17 @@ def test_b51_evaluation_is_weighted_by_tokens(cases, right):
     for key, loss in found.items():
         wanted = right["evaluate"].evaluations[-1][key.split("_")[1]]
         assert abs(loss / wanted - 1) < CLOSE
+
+
+def test_what_scans_take_is_logged_once_with_the_link_it_goes_by(cases):
+    chain = r"chain over 2 ranks, pieces 1, predicted .* \(measured\)"
+    expected = dict.fromkeys(CASES, [chain]) | {"groups": []}
+    expected["ddp"] = [
+        r"tree over 2 ranks, pieces 1, predicted .* \(assumed, as none was measured\)"
+    ]
+    for name, case in cases.items():
+        assert len(case["scans"]) == len(expected[name])
+        for line, wanted in zip(case["scans"], expected[name], strict=True):
+            assert re.search(f": {wanted}$", line), line
+        moved = [entry["longctx_bytes_moved"] for entry in case["history"] if "loss" in entry]
+        assert max(moved) < 1 << 20  # the probe's messages of 4 MiB are not among them

@@ -63,6 +63,9 @@ def test_what_is_refused_below_runs_without_the_refused_value():
     [
         ({"position_bias": torch.zeros(1)}, "position_bias=Tensor is not on"),
         ({"indices": torch.zeros(4)}, "indices=Tensor is not on"),
+        ({"cu_seqlens": BOUNDS}, "nothing reads it, so documents would see each other; write cu_"),
+        ({"cu_seq_len_k": BOUNDS}, "keyword cu_seq_len_k=Tensor: nothing reads it"),
+        ({"seq_id": positions(6)}, "write seq_idx"),
         ({"output_router_logits": True}, "output_router_logits=bool is not on"),
         ({"dropout": 0.1}, "dropout=0.1 is refused; set attention_dropout=0.0"),
         ({"is_causal": False}, "has is_causal=False but a causal mask, or none"),
@@ -254,8 +257,8 @@ def test_training_arguments_are_refused_with_value_rule_and_remedy(rule, tmp_pat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sdpa", "attn_implementation='sdpa' is not ours"),
-        ("distac", "attn_implementation='distac' is not ours"),
+        ("sdpa", "attn_implementation='sdpa' is no name of ours; use one of distca, charm, "),
+        ("distac", "zeco_linear; did you mean 'distca'?"),
     ],
 )
 def test_names_are_refused(name, message):

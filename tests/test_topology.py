@@ -260,7 +260,8 @@ def test_a_probe_over_gloo_sends_what_it_should_and_ranks_agree(rank_pool: Any) 
     for everyone, found, _ in results:
         assert everyone == [[rank, 7] for rank in range(4)]
         assert found == results[0][1] and len(found) == 2
-        assert all(0 < x.together < float("inf") and 0 < x.alone < float("inf") for x in found)
+        values = (rate for x in found for rate in (x.together, x.alone, x.hop))
+        assert all(0 < value < float("inf") for value in values)
     large = [{peer: n // PROBE_BYTES for peer, n in sent.items()} for _, _, sent in results]
     # across and inside: once with all ranks, and rank 0 once more with each of its neighbours
     assert large == [

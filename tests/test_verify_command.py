@@ -124,6 +124,17 @@ def test_exit_code_0_with_json(command, capsys):
     assert "2 ranks, ring in float64" in shown.err
 
 
+def test_help_explains_every_figure(command, capsys):
+    _, report = command(*RING)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main(["verify", "--help"])
+    shown = capsys.readouterr().out
+    for key in (*report, "switches", "head_groups", "orphans", "replayed_steps"):
+        assert key.removesuffix("_vs_transformers") in shown, key
+    assert "X_vs_transformers" in shown
+
+
 def test_exit_code_1_still_writes_json(command, monkeypatch, capsys):
     monkeypatch.setattr(
         compare, "_report", lambda *given: GOOD | {"leak": 1.0, "attention_calls": 4}
@@ -150,11 +161,11 @@ def test_a_rank_that_stops_ends_with_code_1_and_one_line(monkeypatch, command, c
     ("flags", "family", "message"),
     [
         (RING, "bloom", "model_type=bloom: this family never calls"),
-        (("--attn_implementation", "distac", "--ranks", "2"), "llama", "'distac' is not ours"),
+        (("--attn_implementation", "distac", "--ranks", "2"), "llama", "did you mean 'distca'?"),
         (("--attn_implementation", "zeco_linear", "--ranks", "1"), "llama", "softmax layers alone"),
         ((*RING, "--topology", "2x2"), "llama", "longctx_topology=2x2 holds 4 ranks, but 2 share"),
         (("--attn_implementation", "ring", "--ranks", "0"), "llama", "--ranks 0 must be at least"),
-        (RING, "/no/such/folder", "no config.json and no folder with one"),
+        (RING, "/no/such/folder", "--model /no/such/folder: no such file or folder; give a"),
         ((*RING, "--servers", "1"), "llama", "--servers 1 with ring: it must be 0 or more, and"),
         ((*RING, "--tolerance", "-1"), "llama", "longctx_tolerance=-1.0 must be 0 or more"),
         ((*RING, "--document_lengths", "1,1"), "llama", "--document_lengths 1,1: each must"),

@@ -198,10 +198,11 @@ def _with_batch(
     )
     plan = batch.plan(algorithm, kind)
     program = plan.program(batch.rank)
-    account, index = runtime.account, getattr(module, "layer_idx", -1)
-    name = id(module) if index in (None, -1) else index  # Zamba2 numbers all of them -1
+    account, index = runtime.account, getattr(module, "layer_idx", None)
+    index = None if index == -1 else index  # Zamba2 numbers all of them -1
+    name = id(module) if index is None else index
     recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
-    layer = Layer(program, runtime.channel, scoring, account, half=batch.half)
+    layer = Layer(program, runtime.channel, scoring, account, half=batch.half, index=index)
     if batch.speeds:
         assert isinstance(runtime.channel, BridgedChannel), "servers are reached over bridges"
         layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)

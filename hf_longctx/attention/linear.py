@@ -132,6 +132,7 @@ class _Exchange:
             account=self.runtime.account,
             saved=self.saved.take(self.name) if self.recompute else None,
             forget=None if self.recompute else partial(self.saved.drop, self.name),
+            layer=getattr(module, "layer_idx", None),
         )
 
     def kept(self, came: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Bytes between ranks: one message per peer, over gloo or between threads of one process.
 
 Floor: comm. A channel posts an exchange without blocking and hands back an `Exchange` to wait for.
-The n-th message from a to b meets the n-th receive that b posted for a; a message that leaves later
-than it is posted (a relay) has its number reserved meanwhile. Every wait has a time-out,
-and its error names the rank, what it was doing and the peer.
+The n-th message from a to b meets the n-th receive that b posted for a; a relayed one, which leaves
+later, has its number reserved. Each wait has a time-out; its error names rank, operation and peer.
 """
 
 import re
@@ -62,7 +61,8 @@ def cause(error: RuntimeError) -> str:
 
 
 def _failed(rank: int, what: str, peer: int, why: object) -> ExchangeError:
-    return ExchangeError(f"rank {rank}: {what} with rank {peer} did not finish: {why}")
+    lost = f"rank {peer} may itself wait for one that is stopped or lost"
+    return ExchangeError(f"rank {rank}: {what} with rank {peer} did not finish: {why} ({lost})")
 
 
 class _GlooExchange:

@@ -4,6 +4,7 @@ Floor: comm. A relayed message is posted long before it can leave: its place in 
 at once, on both sides, so that timing cannot change which message meets which receive.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -46,3 +47,8 @@ def numbered(channel: Channel, number: int) -> Channel:
 def sent_over_all(channel: Channel) -> int:
     """Bytes sent to all peers over a channel and its further ones."""
     return sum(sum(each.sent.values()) for each in (channel, *channel.more))
+
+
+def sent_to_each(channel: Channel) -> Counter[int]:
+    """Bytes sent to each peer over a channel and its further ones."""
+    return sum((each.sent for each in (channel, *channel.more)), Counter())

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 APART = 1.5  # times as fast must links be inside a domain as those out of it, to be a level
 PROBE_BYTES = 4 << 20  # of a message: far above latencies, a third of a second at 100 Mbit/s
 _WARM_BYTES = 64 << 10
+_HOPS = 8  # messages of one byte, of which the fastest counts: ranks fall into step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,12 @@ class LinkRate:
     Args:
         together (`float`): While all ranks do.
         alone (`float`): While one pair of them does. Larger where ranks share a link.
+        hop (`float`, *optional*): Seconds that a message of one byte takes.
     """
 
     together: float
     alone: float
+    hop: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.together / 1e9:.3g} GB/s a rank, {self.alone / 1e9:.3g} alone"
@@ -177,7 +180,8 @@ def neighbours(levels: Levels, rank: int, level: int, *, alone: bool) -> tuple[i
 
 
 def probe(channel: Channel, levels: Levels) -> tuple[LinkRate, ...]:
-    """Measure the links of each level, all ranks at once and one pair alone; one message each.
+    """Measure the links of each level, all ranks at once and one pair alone, one message each;
+    and how long the smallest messages take.
 
     Returns:
         The same on every rank.
@@ -188,9 +192,15 @@ def probe(channel: Channel, levels: Levels) -> tuple[LinkRate, ...]:
             gather(channel, torch.zeros(1), ranks=levels.ranks)  # all begin together
             pair = neighbours(levels, rank, level, alone=alone)
             found.append(_rate(channel, pair, size, what=f"link probe of level {level}"))
+        pair = neighbours(levels, rank, level, alone=False)
+        small = (_rate(channel, pair, 1, what=f"hops of level {level}") for _ in range(_HOPS))
+        found.append(max(small))
     everyone = gather(channel, torch.tensor(found, dtype=torch.float64), ranks=levels.ranks)
-    slowest = everyone.min(dim=0).values.reshape(-1, 3).tolist()
-    return tuple(LinkRate(together=together, alone=alone) for _, together, alone in slowest)
+    slowest = everyone.min(dim=0).values.reshape(-1, 4).tolist()
+    return tuple(
+        LinkRate(together=together, alone=alone, hop=1 / small)
+        for _, together, alone, small in slowest
+    )
 
 
 def _rate(channel: Channel, pair: tuple[int, int] | None, size: int, *, what: str) -> float:

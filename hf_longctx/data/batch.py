@@ -26,7 +26,7 @@ from ..plan.levels import Levels
 from ..plan.measured import CostTable
 from ..plan.plans import Plan, make_plan
 from ..plan.program import Program
-from ..plan.schedule import Link, Sizes, chosen, longest_chain
+from ..plan.schedule import Link, Scan, Sizes, chosen, longest_chain
 
 KEY = "longctx_batch"
 
@@ -106,6 +106,9 @@ class LongCtxBatch:
         softmax (`str`, *optional*, defaults to `distca`): Who plans softmax layers under
             `zeco_linear`.
         scan (`str`, *optional*, defaults to `auto`): Schedule of the scans of recurrent layers.
+        link (`Link`, *optional*): Between neighbours, as measured: scans go by it. Never pickled,
+            and the same on every rank.
+        scans (`dict[Sizes, Scan]`): What their layers took, by state.
         prepared (`bool`): Whether it came through a model that keeps its recurrent layers'
             documents apart; never pickled.
     """
@@ -131,6 +134,8 @@ class LongCtxBatch:
     choices: dict[LayerKind, Choice] = field(default_factory=dict)
     softmax: str = "distca"
     scan: str = "auto"
+    link: Link | None = None
+    scans: dict[Sizes, Scan] = field(default_factory=dict)
     prepared: bool = False
     saved: SavedAttention = field(default_factory=SavedAttention)
     _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
@@ -138,8 +143,8 @@ class LongCtxBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         tied = (
-            "runtime", "speeds", "costs", "auto", "choices", "turn", "prepared", "saved", "_plans",
-            "_programs",
+            "runtime", "speeds", "costs", "auto", "choices", "turn", "prepared", "saved", "link",
+            "scans", "_plans", "_programs",
         )  # fmt: skip
         return {name: value for name, value in vars(self).items() if name not in tied}
 
@@ -171,9 +176,19 @@ class LongCtxBatch:
         """This rank's scan of states; `None` where no document of its own lies on other ranks."""
         if sizes not in self._programs:
             ranks = longest_chain(self.layout)
-            schedule, pieces, _ = chosen(sizes, ranks=ranks, link=Link(), flag=self.scan)
+            link = self.link or Link()
+            took = chosen(sizes, ranks=ranks, link=link, flag=self.scan)
+            if ranks > 1:
+                measured = self.link is not None
+                self.scans[sizes] = Scan(
+                    sizes=sizes, ranks=ranks, schedule=took, link=link, measured=measured
+                )
             self._programs[sizes] = scans.program(
-                self.layout, rank=self.rank, state=sizes.state, schedule=schedule, pieces=pieces
+                self.layout,
+                rank=self.rank,
+                state=sizes.state,
+                schedule=took.name,
+                pieces=took.pieces,
             )
         return self._programs[sizes]
 
@@ -192,12 +207,13 @@ class LongCtxBatch:
         return self.choices[kind]
 
     def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
-        """One non-negative int64 that stands for the documents and for the plans of layer kinds;
-        of a model without softmax layers, for the layout."""
+        """One non-negative int64 that stands for the documents, for the link that scans go by and
+        for the plans of layer kinds; of a model without softmax layers, for the layout."""
         kinds = [*kinds] or [LayerKind()]
         plans = [part.plan(algorithm, kind).digest for kind in kinds for part in self.parts]
         numbers = np.asarray([self.contents, *sorted(plans)], "<i8")  # kinds may be a set
-        return int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little") >> 1
+        text = numbers.tobytes() + np.asarray(self.link or (), "<f8").tobytes()
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
     def places(self) -> np.ndarray:
         """int64 `[rows, 2]`: row in the data set and position there of each row of this rank; -1

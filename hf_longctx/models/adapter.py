@@ -151,6 +151,12 @@ def wrap_forward(
     module.forward = MethodType(forward, module)
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a module runs a forward of ours, also under those that others put over it."""
+    found = inspect.unwrap(module.forward, stop=lambda f: hasattr(f, "hf_longctx_original"))
+    return hasattr(found, "hf_longctx_original")
+
+
 def refuse_unknown(place: str, original: Any, parameters: str) -> None:
     """Refuse a function of the library whose parameters are not those that ours was written for.
 

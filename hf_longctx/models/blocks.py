@@ -6,6 +6,7 @@ model's forward under way; activation checkpointing keeps it among the layer's a
 recompute sees the batch of its own forward.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -37,8 +38,8 @@ def _carrying(kind: Any) -> Any:
         with running_block(kwargs.pop(KEY)):
             return super(derived, self).forward(*args, **kwargs)
 
-    members = {"__call__": __call__, "forward": forward, "__module__": kind.__module__}
-    derived: Any = type(kind.__name__, (kind,), members | {"hf_longctx_carries": True})
+    members = {"__call__": __call__, "forward": forward, "hf_longctx_carries": True}
+    derived = _derived(kind, members, by=_carrying)
     return derived
 
 
@@ -58,6 +59,21 @@ def leave_recompute(block: nn.Module) -> None:
 @cache
 def _leaving(kind: Any) -> Any:
     off = property(lambda self: False, lambda self, value: None)
-    members = {"gradient_checkpointing": off, "__module__": kind.__module__}
-    derived: Any = type(kind.__name__, (kind,), members | {"hf_longctx_leaves": True})
-    return derived
+    members = {"gradient_checkpointing": off, "hf_longctx_leaves": True}
+    return _derived(kind, members, by=_leaving)
+
+
+def _derived(kind: Any, members: dict[str, Any], *, by: Callable[[Any], Any]) -> Any:
+    """A class of the same name, whose instances pickle as what `by` makes of the class."""
+
+    def __reduce_ex__(self: Any, protocol: int) -> Any:
+        return _new, (by, kind), vars(self)
+
+    members = members | {"__reduce_ex__": __reduce_ex__, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)
+
+
+def _new(by: Callable[[Any], Any], kind: Any) -> Any:
+    """An instance whose state comes later."""
+    derived = by(kind)
+    return derived.__new__(derived)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention.documents import local_documents
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.layout import cut
+from ..support import refuse_misspelt
 from .adapter import wrap_forward
 from .running import part_of_model_under_way, running_model
 
@@ -25,6 +26,7 @@ _IMAGES = (
     "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs",
     "mm_token_type_ids",
 )  # fmt: skip
+_OTHER_BOUNDARIES = ("cu_seqlens", "cu_seqlens_cpu")  # as flash-linear-attention spells them
 
 
 def open_door(model: nn.Module, *, plain: bool = True) -> None:
@@ -44,10 +46,13 @@ def open_door(model: nn.Module, *, plain: bool = True) -> None:
 def _forward(
     original: Callable[..., Any], *, names: Sequence[str], plain: bool
 ) -> Callable[..., Any]:
+    known = {*names, *_OTHER_BOUNDARIES}
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if part_of_model_under_way(self):
             return original(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False), **kwargs)
+        refuse_misspelt(given, known=known)
         batch = batch_in(given, plain=plain or not _on_cpu(given))
         if batch is not None:  # a mark on the caller's object would let it into other models, too
             batch = replace(batch, prepared=True)
@@ -217,7 +222,7 @@ def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if given.get("cu_seq_lens_q") is not None:
         bounds = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
         found["cu_seq_lens_q"] = {"position_ids": None, **bounds}
-    if given.get("cu_seqlens") is not None:  # as flash-linear-attention spells it
+    if given.get("cu_seqlens") is not None:
         found["cu_seqlens"] = {"position_ids": None, "cu_seq_lens_q": given["cu_seqlens"]}
     positions = _text(given.get("position_ids"))
     hidden = _mask(given)

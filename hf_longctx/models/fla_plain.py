@@ -5,6 +5,7 @@ Floor: models. The library has Triton kernels alone, which need a GPU; on one th
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter
 from typing import Any
@@ -178,7 +179,7 @@ def replace_kernels(layer: nn.Module) -> None:
         for name, function in _ACTIVATIONS.items():
             fused: Callable[..., Any] = getattr(activations, name)
             if getattr(layer, part, None) is fused:
-                setattr(layer, part, _by_device(fused, function))
+                setattr(layer, part, _Activation(fused, function))
 
 
 def _held(module: str, name: str) -> tuple[Any, str]:
@@ -186,6 +187,17 @@ def _held(module: str, name: str) -> tuple[Any, str]:
     holder, _, own = name.rpartition(".")
     place = sys.modules[module]
     return (attrgetter(holder)(place) if holder else place), own
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """The library's on a GPU, else torch's; layers that hold it still pickle."""
+
+    fused: Callable[..., Any]
+    plain: Callable[..., Any]
+
+    def __call__(self, x: Tensor) -> Any:
+        return (self.plain if x.device.type == "cpu" else self.fused)(x)
 
 
 def _by_device(original: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

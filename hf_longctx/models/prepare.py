@@ -17,6 +17,7 @@ from . import fla, gated_delta, kimi_delta, lightning, selective, short_conv, ss
 from .adapter import Adapter
 from .blocks import carry, leave_recompute
 from .door import open_door
+from .watch import keep_prepared
 
 ADAPTERS: tuple[Adapter, ...] = (
     *fla.ADAPTERS,
@@ -35,7 +36,8 @@ def prepare(model: Model) -> Model:
 
     Documents are read from `cu_seq_lens_q`, packed `position_ids` or `seq_idx`, whatever attention
     name the model has. Calls without packed documents, also padded and cached ones, run the code of
-    Transformers as before. Nothing of it is saved with a checkpoint.
+    Transformers as before. Nothing of it is saved with a checkpoint. A copy is prepared, too; what
+    comes out of a pickle refuses packed documents until it is prepared again.
 
     Args:
         model (`nn.Module`): A Transformers model, or a wrapper of one. It is changed in place; a
@@ -49,10 +51,18 @@ def prepare(model: Model) -> Model:
             Transformers that takes other arguments than the version that is known; and for options
             of flash-linear-attention that are not built, and for what holds no Transformers model.
     """
+    for part in _adapt(model):
+        keep_prepared(part)
+    return model
+
+
+def _adapt(model: nn.Module) -> list[nn.Module]:
+    """Change a model's recurrent layers; the models around them, which now look for documents."""
     layers = recurrent_layers(model)
     _refuse_unknown(model, [layer for layer, _ in layers])
-    if layers:
-        refuse((FLA_PARTS,), _base(model).config)
+    if not layers:
+        return []
+    refuse((FLA_PARTS,), _base(model).config)
     for layer, adapter in layers:
         home = adapter.home(layer)
         assert home is not None
@@ -63,13 +73,11 @@ def prepare(model: Model) -> Model:
         for each in inner:
             leave_recompute(each)
     ids = {id(layer) for layer, _ in layers}
-    plain = all(adapter.plain for _, adapter in layers)
-    if layers:
-        open_door(_base(model), plain=plain)
-    for part in model.modules():  # a loss may call the model without its head
-        if isinstance(part, PreTrainedModel) and _holds(part, ids):
-            open_door(part, plain=plain)
-    return model
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    doors = [_base(model), *(part for part in models if _holds(part, ids))]
+    for part in doors:  # also within: a loss may call the model without its head
+        open_door(part, plain=all(adapter.plain for _, adapter in layers))
+    return doors
 
 
 def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, Adapter]]:
@@ -86,7 +94,7 @@ def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, Adapter]]:
 def prepared(model: nn.Module) -> Iterator[None]:
     """A model prepared for a while; afterwards its forwards are what they were."""
     before = {m: (type(m), m.__dict__.get("forward")) for m in model.modules()}
-    prepare(model)
+    _adapt(model)
     try:
         yield
     finally:

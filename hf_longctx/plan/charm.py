@@ -12,17 +12,18 @@ queries' gradient back: fewer bytes where there are as many query heads as key/v
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .cost import LayerKind
 from .crossings import Crossings, Parcel, Unit
 from .demand import Rows, common
 from .layout import Layout
 from .levels import Levels
-from .program import Block, Fold, Op, Post, Program, Wait
+from .program import AttendGrad, Block, Fold, Op, Post, Program, Wait
 from .visits import DKV, DQ, GRAD, KV, Q, Run, Stand, Visits, post
 
 PIECES = 4
+_SLOW_TURNS = 3  # that pass while a gradient is on a slow link: the work of two units with the last
 _WINDOW = 3  # units under way at a level: the one worked on, and two that travel (inside, one)
 
 
@@ -113,19 +114,20 @@ class _Forward:
             started[unit] = visit = _Visit(unit, self)
             return [op for op in visit.posts if op.sends or op.recvs]
 
-        later = [v for v in waiting if v == self.crossings.innermost and len(waiting) > 1]
+        nested = len(waiting) > 1
         for level in waiting:
-            for _ in range(1 if level in later else _WINDOW):
+            few = 1 if level == self.crossings.innermost else 2  # more would hold up the first work
+            for _ in range(few if nested else _WINDOW):
                 yield from start(level)
         yield from self._first()
-        for level in later:  # whole chunks, over fast links: own work need not wait for their posts
+        for level in waiting if nested else ():
             yield from start(level)
         for unit in order:
             if visit := started.pop(unit, None):
                 yield from (Wait(op.tag) for op in visit.posts if op.sends or op.recvs)
                 yield from self._work(visit)
             else:
-                yield from self._turn()
+                yield from self._idle()
             yield from start(unit.level)  # on all ranks alike: messages keep their order
         yield from self._last()
 
@@ -140,8 +142,8 @@ class _Forward:
     def _work(self, visit: _Visit) -> list[Op]:
         return self.visits.attend(self._guests(visit, *visit.arrays))
 
-    def _turn(self) -> list[Op]:
-        """What goes on between units."""
+    def _idle(self) -> list[Op]:
+        """What goes on where a unit brings nothing."""
         return []
 
     def _last(self) -> list[Op]:
@@ -157,7 +159,11 @@ class _Forward:
 
 
 class _Backward(_Forward):
-    """Keys come as in forward, and their gradients go back the way that they came."""
+    """Keys come as in forward, and their gradients go back the way that they came.
+
+    A step of that is taken amid each unit's work and after it: an inner level sums what an outer
+    one waits for.
+    """
 
     backward = True
     returned = "dkv"
@@ -169,23 +175,32 @@ class _Backward(_Forward):
         self._returning: list[Iterator[list[Op]]] = []
 
     def _first(self) -> list[Op]:
-        return self._halves[0]
+        return [*self._halves[0]]
 
     def _work(self, visit: _Visit) -> list[Op]:
         into = self.visits.array(self.returned, visit.stand)
-        ops = [*self._grads(visit, into), *self._turn()]
+        ops = self._amid(self._grads(visit, into)) + self._turn()
         self._returning.append(self._return(visit, into))
         return [*ops, *next(self._returning[-1])]
 
-    def _grads(self, visit: _Visit, into: int) -> list[Op]:
+    def _idle(self) -> list[Op]:
+        return self._turn() + self._turn()
+
+    def _grads(self, visit: _Visit, into: int) -> list[AttendGrad]:
         keys = self._guests(visit, *visit.arrays, into)
         return self.visits.attend_grad(self.visits.own(Q, GRAD, DQ), keys)
 
     def _last(self) -> list[Op]:
-        ops = list(self._halves[1])
+        ops = self._amid(self._halves[1])
         while self._returning:
             ops += self._turn()
         return ops
+
+    def _amid(self, tasks: Sequence[AttendGrad]) -> list[Op]:
+        """Tasks with a turn amid them."""
+        turn = self._turn()
+        early, late = _halved(tasks) if turn else (tasks, ())
+        return [*early, *turn, *late]
 
     def _turn(self) -> list[Op]:
         """The next step of every gradient on its way back, the oldest first."""
@@ -222,7 +237,9 @@ class _Backward(_Forward):
             moves = bool(exchange.sends or exchange.recvs)
             yield [*done, exchange] if moves else done
             if level < self.crossings.innermost:
-                yield []  # a slow link takes its time
+                yield from ([],) * _SLOW_TURNS
+            elif level == outermost:
+                yield []  # nothing waits for it
             done = [Wait(exchange.tag)] if moves else []
             for p, stand in came.items():
                 at_home = level == outermost
@@ -247,6 +264,31 @@ class _BackwardByQueries(_Backward):
         whole = Block(GRAD, 0, self.visits.home.rows)
         return [Fold(whole._replace(array=self.home[1]), (whole,), "delta")]
 
-    def _grads(self, visit: _Visit, into: int) -> list[Op]:
+    def _grads(self, visit: _Visit, into: int) -> list[AttendGrad]:
         queries = self._guests(visit, *visit.arrays, into)
         return self.visits.attend_grad(queries, self.visits.own(KV, DKV))
+
+
+def _halved(tasks: Sequence[AttendGrad]) -> tuple[list[AttendGrad], list[AttendGrad]]:
+    """Tasks with as much work each, the one in the middle cut by its queries."""
+    early, late = list[AttendGrad](), list[AttendGrad]()
+    left = sum(_size(task) for task in tasks) // 2
+    for task in tasks:
+        rows = task.q.stop - task.q.start
+        first = min(rows, left // (_size(task) // rows))
+        early += _of_rows(task, 0, first)
+        late += _of_rows(task, first, rows)
+        left = max(left - _size(task), 0)
+    return early, late
+
+
+def _size(task: AttendGrad) -> int:
+    return (task.q.stop - task.q.start) * (task.kv.stop - task.kv.start)
+
+
+def _of_rows(task: AttendGrad, start: int, stop: int) -> list[AttendGrad]:
+    """The task of some of its queries, if there are any."""
+    q, grad, dq = (
+        b._replace(start=b.start + start, stop=b.start + stop) for b in (task.q, task.grad, task.dq)
+    )
+    return [task._replace(q=q, grad=grad, dq=dq)] if start < stop else []

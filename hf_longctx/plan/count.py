@@ -4,6 +4,7 @@ Floor: plan.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .heads import Heads, heads_in, kept_heads
@@ -78,8 +79,13 @@ def sent_by_level(
     program: Program, widths: Widths, *, rank: int, levels: Levels, backward: bool
 ) -> Counter[int]:
     """Bytes that a rank sends over the link of each level, the outermost 0, in one direction."""
+    return by_level(sent(program, widths, backward=backward), rank=rank, levels=levels)
+
+
+def by_level(sent: Mapping[int, int], *, rank: int, levels: Levels) -> Counter[int]:
+    """Bytes that a rank sends to each peer -> over the link of each level, the outermost 0."""
     total: Counter[int] = Counter()
-    for peer, size in sent(program, widths, backward=backward).items():
+    for peer, size in sent.items():
         total[levels.crosses(rank, peer)] += size
     return total
 

@@ -9,7 +9,8 @@ and P how many ranks share one document, at most: its scan takes longest.
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,9 @@ class Link(NamedTuple):
     hop: float = 5e-5
     rate: float = 1e9
 
+    def __str__(self) -> str:
+        return f"{1e6 * self.hop:.3g} us a hop and {self.rate / 1e9:.3g} GB/s"
+
 
 class Sizes(NamedTuple):
     """A layer's state: heads, value columns of each, and bytes of an element."""
@@ -33,6 +37,10 @@ class Sizes(NamedTuple):
     heads: int
     columns: int
     itemsize: int = 4
+
+    def __str__(self) -> str:
+        rows, decay = self.state
+        return f"{self.heads} heads x {rows} x {self.columns}, decay by {decay}"
 
     @property
     def state_bytes(self) -> int:
@@ -52,6 +60,45 @@ class Schedule(NamedTuple):
     name: str
     pieces: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """What was chosen for the layers of one kind in one batch.
+
+    Args:
+        sizes (`Sizes`): Of their state.
+        ranks (`int`): P.
+        schedule (`Schedule`): What they take.
+        link (`Link`): By which it was chosen.
+        measured (`bool`): Whether the link was measured, not assumed.
+    """
+
+    sizes: Sizes
+    ranks: int
+    schedule: Schedule
+    link: Link
+    measured: bool
+
+    def __str__(self) -> str:
+        name, pieces, seconds = self.schedule
+        return (
+            f"{self.sizes}: {name} over {self.ranks} ranks, pieces {pieces}, predicted to take "
+            f"{1e3 * seconds:.3g} ms by a link of {self.link} "
+            f"({'measured' if self.measured else 'assumed, as none was measured'})"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """What was chosen, for a report."""
+        return {
+            "schedule": self.schedule.name,
+            "pieces": self.schedule.pieces,
+            "ranks": self.ranks,
+            "predicted_seconds": self.schedule.seconds,
+            "hop_seconds": self.link.hop,
+            "bytes_per_second": self.link.rate,
+            "measured": self.measured,
+        }
 
 
 def chosen(sizes: Sizes, *, ranks: int, link: Link, flag: str = "auto") -> Schedule:

@@ -240,14 +240,14 @@ class Visits:
             joined.append((total, part))
         return [Fold(total, (total, part), "lse") for total, part in joined]
 
-    def attend_grad(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[Op]:
+    def attend_grad(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[AttendGrad]:
         """Gradients of runs of queries (in q, grad and dq) with runs of keys (in kv and dkv)."""
         return [
             AttendGrad(q, kv, grad, dq, dkv)
             for (_, (q, grad, dq)), (_, (kv, dkv)) in self.pairs(queries, keys)
         ]
 
-    def own_halves(self) -> tuple[list[Op], list[Op]]:
+    def own_halves(self) -> tuple[list[AttendGrad], list[AttendGrad]]:
         """Gradients of the own queries with the own keys, the earlier rows and the later."""
         alone = self.layout.ranks == 1  # nothing comes between
         first, second = (self.own_rows, ()) if alone else cut_rows(self.own_rows, 2)

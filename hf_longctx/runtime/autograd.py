@@ -39,6 +39,7 @@ class Layer:
         half (`int`, *optional*, defaults to 0): Which half of a batch this is.
         turn (`Callable`, *optional*): Hands over to the other half, in a forward of both.
         call (`Callable`, *optional*): Called when a direction starts: tells extra servers of it.
+        index (`int`, *optional*): Number of the layer in its model, where that is known.
     """
 
     program: Program
@@ -50,6 +51,7 @@ class Layer:
     half: int = 0
     turn: Callable[[], None] | None = None
     call: Callable[[Request], None] | None = None
+    index: int | None = None
     run: Execution | None = None
 
     def start(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, backward: bool) -> Execution:
@@ -70,6 +72,7 @@ class Layer:
             channel=self.channel,
             scoring=self.scoring,
             account=self.account,
+            layer=self.index,
         )
         self.run.bind(_Q, q=q_THD)
         self.run.bind(_KV, k=k_TKD, v=v_TKD)

@@ -3,10 +3,11 @@
 Floor: runtime.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ..comm.channels import Channel
-from ..comm.relaying import sent_over_all
+from ..comm.relaying import sent_over_all, sent_to_each
 from .executor import Account
 from .requests import Caller
 
@@ -30,3 +31,8 @@ class Runtime:
     def sent_bytes(self) -> int:
         """Bytes this rank has sent to its peers."""
         return sent_over_all(self.channel) if self.channel else 0
+
+    @property
+    def sent_to(self) -> Counter[int]:
+        """Bytes this rank has sent to each of its peers."""
+        return sent_to_each(self.channel) if self.channel else Counter()

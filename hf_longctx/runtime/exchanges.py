@@ -39,15 +39,23 @@ class Exchanges:
         backward (`bool`): Which direction.
         channel (`Channel`, *optional*): Number 0 of the program's channels, with the others.
         views (`Callable`): A block -> its tensors, in the order of its kind's fields.
+        layer (`int`, *optional*): Number of the layer that exchanges, for errors to name.
 
     Attributes:
         peak_bytes (`int`): Largest sum of messages that were posted and not waited for.
     """
 
     def __init__(
-        self, program: Program, *, backward: bool, channel: Channel | None, views: Views
+        self,
+        program: Program,
+        *,
+        backward: bool,
+        channel: Channel | None,
+        views: Views,
+        layer: int | None = None,
     ) -> None:
         self.channel, self.views, self.backward = channel, views, backward
+        self.of_layer = "" if layer is None else f" of layer {layer}"
         self.relayed = program.relayed(backward=backward)
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
@@ -58,6 +66,7 @@ class Exchanges:
         assert self.channel is not None, "a program that exchanges needs a channel"
         channel = numbered(self.channel, op.channel)
         what = f"exchange {op.tag} of {'backward' if self.backward else 'forward'} phase {phase}"
+        what += self.of_layer
         arriving: _Arriving = []
         for _, blocks in op.recvs:
             filled = self._tensors(blocks)

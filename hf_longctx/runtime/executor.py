@@ -137,6 +137,7 @@ class Execution:
         scoring (`Scoring`, *optional*): How scores are formed.
         local (`Callable`, *optional*): Runs the layer's own steps: `(step, into)`.
         account (`Account`, *optional*): Where to add what was done.
+        layer (`int`, *optional*): Number of the layer that runs it, for errors to name.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Execution:
         scoring: Scoring | None = None,
         local: Callable[[int, Fields], None] | None = None,
         account: Account | None = None,
+        layer: int | None = None,
     ) -> None:
         self.program, self.widths, self.dtype = program, widths, dtype
         self.wide = torch.promote_types(dtype, torch.float32)
@@ -157,7 +159,9 @@ class Execution:
         self.scoring = scoring or Scoring()
         self.account = account or Account()
         self.arrays: dict[int, Fields] = {}
-        self._exchanges = Exchanges(program, backward=backward, channel=channel, views=self._views)
+        self._exchanges = Exchanges(
+            program, backward=backward, channel=channel, views=self._views, layer=layer
+        )
         self._live = 0
         self._last_use = {a: last for a, (_, last) in self._lifetimes().items()}
         self._number = 0

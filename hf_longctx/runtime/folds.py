@@ -18,7 +18,7 @@ def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
     """Combine parts into the target, in their order; see `plan.program.Fold`."""
     if how == "cat":
         for i, view in enumerate(target):
-            view.copy_(torch.cat([part[i] for part in parts]))
+            view.copy_(torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i])
     elif how == "sum":
         for part in parts:
             for view, value in zip(target, part, strict=True):

@@ -38,6 +38,7 @@ class Call:
         saved (`tuple[Tensor, ...]`, *optional*): What came in during the first forward, in a
             recompute.
         forget (`Callable`, *optional*): Called when backward starts: what is saved can go.
+        layer (`int`, *optional*): Number of the layer in its model, where that is known.
     """
 
     program: Program
@@ -45,6 +46,7 @@ class Call:
     account: Account
     saved: tuple[Tensor, ...] | None = None
     forget: Callable[[], None] | None = None
+    layer: int | None = None
 
     def run(self, bound: _Bound, *, widths: Widths, dtype: torch.dtype, back: bool) -> Execution:
         """Run one direction to its end on arrays that are given."""
@@ -55,6 +57,7 @@ class Call:
             backward=back,
             channel=self.channel,
             account=self.account,
+            layer=self.layer,
         )
         for array, fields in bound.items():
             run.bind(array, **fields)

@@ -3,7 +3,7 @@
 Floor: support. Nothing is ever downgraded in silence.
 """
 
-from .calls import CALL_KEYWORDS, refuse_call
+from .calls import CALL_KEYWORDS, refuse_call, refuse_misspelt
 from .families import (
     FLA_FAMILIES,
     MIXED_LAYERS,
@@ -17,7 +17,16 @@ from .given import refuse_given
 from .heads import HEAD_RULES, Sharing, refuse_heads
 from .overlap import PINGPONG_RULES, refuse_pingpong
 from .probed import PROBE_RULES
-from .rules import MODEL_RULES, NAMES, NESTED, SOFTMAX_NAMES, Rule, model_problems, refuse_model
+from .rules import (
+    MODEL_RULES,
+    NAMES,
+    NESTED,
+    SOFTMAX_NAMES,
+    Rule,
+    model_problems,
+    refuse_model,
+    refuse_name,
+)
 from .table import table
 from .training import ARGUMENT_RULES, refuse_arguments
 from .wrappers import WRAPPER_RULES, refuse_wrappers
@@ -46,7 +55,9 @@ __all__ = [
     "refuse_call",
     "refuse_given",
     "refuse_heads",
+    "refuse_misspelt",
     "refuse_model",
+    "refuse_name",
     "refuse_pingpong",
     "refuse_unread_flags",
     "refuse_wrappers",

@@ -4,7 +4,8 @@ Floor: support. Keyword arguments are allow-listed by name, so a mask or bias th
 under a name we do not know is never dropped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from .rules import WITH_SDPA
@@ -15,6 +16,11 @@ CALL_KEYWORDS = frozenset((
     "sliding_window", "output_hidden_states", "return_dict", "logits_to_keep", "is_causal",
     "output_attentions", "longctx_batch", "softcap", "s_aux",
 ))  # fmt: skip
+# What tells documents apart, without underscores: that is where spellings differ.
+_BOUNDARIES = {
+    name.replace("_", ""): name
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "seq_idx", "longctx_batch")
+}
 
 
 def refuse_call(
@@ -39,6 +45,7 @@ def refuse_call(
     Raises:
         ValueError: naming the argument, the rule and the remedy.
     """
+    refuse_misspelt(arguments)
     for name in arguments.keys() - CALL_KEYWORDS:
         if arguments[name] is not None and arguments[name] is not False:
             raise ValueError(
@@ -69,3 +76,35 @@ def refuse_call(
             f"query, key and value have dtypes {query.dtype}, {key.dtype}, {value.dtype}; "
             "cast them to one"
         )
+
+
+def refuse_misspelt(arguments: Mapping[str, Any], *, known: Container[str] = ()) -> None:
+    """Refuse keywords that look as if they told documents apart, and that nothing reads.
+
+    Args:
+        arguments: Keyword arguments of a model's forward, or of an attention call.
+        known (`Container[str]`, *optional*): Further names that are read.
+
+    Raises:
+        ValueError: naming the keyword and the one that was probably meant.
+    """
+    for name, value in arguments.items():
+        if value is None or name in CALL_KEYWORDS or name in known:
+            continue
+        meant = _meant(name)
+        if meant:
+            raise ValueError(
+                f"keyword {name}={type(value).__name__}: nothing reads it, so documents would see "
+                f"each other; write {meant}"
+            )
+
+
+def _meant(name: str) -> str:
+    """The boundaries that an unknown keyword was probably meant to give; empty for others."""
+    word = name.lower().replace("_", "")
+    if word.startswith("cuseq"):
+        return "cu_seq_lens_k" if word.endswith(("k", "kv")) else "cu_seq_lens_q"
+    if word.startswith(("seqid", "seqindex")):
+        return "seq_idx"
+    near = get_close_matches(word, _BOUNDARIES, n=1, cutoff=0.9)  # T5's position_bias is none
+    return _BOUNDARIES[near[0]] if near else ""

@@ -6,6 +6,7 @@ the value that it refuses, or `None`.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from .families import (
@@ -223,6 +224,20 @@ def refuse(rules: Iterable[Rule], subject: Any) -> None:
         raise ValueError("; ".join(problems))
 
 
+def refuse_name(name: str) -> None:
+    """Refuse an attention name that is not ours, before anything is loaded under it.
+
+    Raises:
+        ValueError: with our names, and the one that is spelt most like it.
+    """
+    if name not in NAMES:
+        near = get_close_matches(name, NAMES, n=1, cutoff=0.5)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"attn_implementation={name!r} is no name of ours; use one of {', '.join(NAMES)}{meant}"
+        )
+
+
 def model_problems(config: Any, *, name: str) -> list[tuple[Rule, object]]:
     """The rules that refuse a model under a name, each with the value that it refuses.
 
@@ -244,10 +259,9 @@ def refuse_model(config: Any, *, name: str) -> None:
         name (`str`): The attention name.
 
     Raises:
-        ValueError: with every rule that applies.
+        ValueError: for a name that is not ours, or with every rule that applies.
     """
+    refuse_name(name)
     problems = [rule.message(value) for rule, value in model_problems(config, name=name)]
-    if name not in NAMES:
-        problems.insert(0, f"attn_implementation={name!r} is not ours; use one of {NAMES}")
     if problems:
         raise ValueError(f"{name} cannot run this model exactly: " + " | ".join(problems))

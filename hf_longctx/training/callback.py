@@ -24,14 +24,17 @@ class LongCtxCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log groups, packs and steps."""
+        """Log the model, groups, packs and steps."""
         if not state.is_world_process_zero:
             return
         group = self.trainer.longctx_group
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         logger.info(
-            "%s: %d trainers = %d group(s) of %d ranks; a batch holds %d x %d = %d tokens; "
-            "%s, accumulated %d at a time, %d steps; overlap %s, %d server(s)",
+            "%s: %s, %s parameters; %d trainers = %d group(s) of %d ranks; a batch holds %d x %d = "
+            "%d tokens; %s, accumulated %d at a time, %d steps; overlap %s, %d server(s)",
             self.trainer.longctx_attention,
+            type(model).__name__,
+            f"{sum(p.numel() for p in model.parameters()):,}",
             group.trainers,
             group.groups,
             group.size,
@@ -48,4 +51,6 @@ class LongCtxCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the table of steps."""
         if state.is_world_process_zero and any("longctx_tokens" in x for x in state.log_history):
-            logger.info("steps:\n%s", table(state.log_history))
+            logger.info(
+                "steps (attention max/mean: of softmax layers):\n%s", table(state.log_history)
+            )

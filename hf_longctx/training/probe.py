@@ -2,10 +2,12 @@
 
 Floor: training. Five tokens, no exchange, before the first step: does attention reach our hook
 with the batch object, is the loss a sum over `shift_labels`, do positions matter, does anything
-beside attention see the neighbouring document?
+beside attention see the neighbouring document? And one token: does it reach all parameters?
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,15 +60,55 @@ def probe(model: Any, *, name: str) -> None:
         raise ValueError(TENSOR_PARALLEL.message(f"tp_size={size}"))
     if getattr(model, "accepts_loss_kwargs", True) is False:
         raise ValueError(OTHER_LOSS.message(f"{of}.accepts_loss_kwargs=False"))
-    modes = [(part, part.training) for part in model.modules()]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), _as_it_was(model):
             _probe(model, of, name)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"{of} fails under {name} on five tokens ({type(error).__name__}: {error}); train it "
             "with attn_implementation='sdpa'"
         ) from error
+
+
+def uses_all_parameters(model: Any) -> bool:
+    """Whether every batch reaches all parameters that are trained, as DDP would find in each step.
+
+    One token is the least that a rank holds of a batch, so what it reaches any batch does, also
+    where tokens choose experts.
+
+    Args:
+        model: A Transformers causal language model, or PEFT's wrapper of one.
+
+    Returns:
+        `False` also where that cannot be told: the weights are sharded, or the forward fails.
+    """
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        return False
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    try:
+        with torch.enable_grad(), _as_it_was(model):
+            model.eval()
+            todo = [model(input_ids=token, use_cache=False).logits.grad_fn]
+    except Exception:  # the trainer's own checks will say what is wrong
+        return False
+    seen: set[Any] = set()
+    reached: set[int] = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            reached.add(id(getattr(node, "variable", None)))  # where a gradient is accumulated
+            todo += [before for before, _ in node.next_functions]
+    return reached.issuperset(id(p) for p in model.parameters() if p.requires_grad)
+
+
+@contextmanager
+def _as_it_was(model: Any) -> Iterator[None]:
+    """Puts back a model's modes and the random state."""
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         for part, training in modes:
             part.training = training

@@ -13,6 +13,8 @@ import torch
 from ..data.batch import LongCtxBatch
 from ..plan.cost import LayerKind
 
+LEVEL = "longctx_bytes_level_"  # and the level that they crossed, the outermost 0
+
 
 @dataclass(slots=True)
 class StepReport:
@@ -123,8 +125,9 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
 def table(history: Sequence[dict[str, Any]]) -> str:
     """The logged steps as text: one line a step, for people."""
     served = any("longctx_servers" in entry for entry in history)
+    crossed = sorted({key for entry in history for key in entry if key.startswith(LEVEL)})
     columns = ("step", "tokens", "fill", "attention max/mean", "moved", "waiting", "loss")
-    rows = [columns + ("by servers",) * served]
+    rows = [columns + ("by servers",) * served + ("by level",) * bool(crossed)]
     for entry in (e for e in history if "longctx_tokens" in e):
         before, after = entry["longctx_attention_before"], entry["longctx_attention_after"]
         rows.append(
@@ -138,7 +141,13 @@ def table(history: Sequence[dict[str, Any]]) -> str:
                 f"{float(entry['loss']):.4f}",
             )
             + (f"{entry.get('longctx_server_tasks', 0.0):.0%}",) * served
+            + (_over_levels(entry, crossed),) * bool(crossed)
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(lines)
+
+
+def _over_levels(entry: dict[str, Any], keys: Sequence[str]) -> str:
+    """Bytes over each level of nested domains, from the outside in."""
+    return " + ".join(f"{entry.get(key, 0) / 2**20:,.1f}" for key in keys) + " MiB"

@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..attention.kinds import layer_configs, layer_kinds, layer_widths
+from ..comm.topology import Topology
 from ..data.batch import KEY, LongCtxBatch
 from ..plan.auto import Auto
+from ..plan.count import by_level
 from ..plan.measured import CostTable
+from ..plan.schedule import Link, Sizes
 from .auto import say_choices
 from .halves import say_whole
 from .overrides import WatchedStep
 from .positions import refuse_longer
-from .report import StepReport, summary
+from .report import LEVEL, StepReport, summary
+from .scans import BY_LINK, find_link, say_scans
 from .server_memory import limit_memory
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
@@ -29,7 +33,10 @@ class StepsMixin(_Base):
 
     longctx_costs: CostTable | None
     longctx_auto: Auto | None
+    longctx_topology: Topology | None
+    longctx_link: Link | None = None  # between neighbours, once it was measured
     _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
+    _scanned: frozenset[tuple[Sizes, int]] = frozenset()  # what was logged of scans
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
     _logged: Tensor  # `_exchanged` at the last log
@@ -37,7 +44,8 @@ class StepsMixin(_Base):
 
     def _start_report(self) -> None:
         """Nothing is counted so far."""
-        self._report, self._logged = StepReport(), torch.zeros(2, dtype=torch.float64)
+        self._report = StepReport()
+        self._logged = torch.zeros(2 + self.longctx_group.size, dtype=torch.float64)
 
     def _bind(self, inputs: dict[str, Any], *, speeds: tuple[float, ...] = ()) -> LongCtxBatch:
         """Tie a batch to this process and to servers of these speeds, and compare its plan across
@@ -54,6 +62,7 @@ class StepsMixin(_Base):
         batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
         batch.speeds, batch.auto = speeds, self.longctx_auto
         batch.softmax, batch.scan = self.args.longctx_softmax, self.args.longctx_scan
+        batch.link = self.longctx_link
         if speeds and self.args.longctx_server_memory is not None:
             configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
             widths = (layer_widths(config, dtype=dtype) for config in configs)
@@ -71,6 +80,15 @@ class StepsMixin(_Base):
                 self._chosen = say_choices(batch, before=self._chosen)
         return batch
 
+    def _find_link(self) -> None:
+        """Measure the link between the group's neighbours, where scans go by it; once."""
+        channel = self.longctx_runtime.channel
+        recurrent = self.longctx_attention == "zeco_linear" and self.args.longctx_scan in BY_LINK
+        if self.longctx_link is None and channel is not None and recurrent:
+            before = self._exchanged()
+            self.longctx_link = find_link(channel, ranks=self.longctx_group.size)
+            self._logged += self._exchanged() - before  # the log counts what steps send
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -86,6 +104,8 @@ class StepsMixin(_Base):
             watched.end()
         finally:
             self._watched = None
+        if self.args.process_index == 0:
+            self._scanned = say_scans(batch, before=self._scanned)
         return loss
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,17 +133,29 @@ class StepsMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def _exchanged(self) -> Tensor:
-        """Bytes that this rank has sent and seconds that it has waited, float64 `[2]`."""
-        runtime = self.longctx_runtime
-        return torch.tensor([runtime.sent_bytes, runtime.account.waited], dtype=torch.float64)
+        """Seconds that this rank has waited, bytes that it has sent, and how many of them to each
+        rank of its group, float64 `[2 + R]`."""
+        runtime, sent_to = self.longctx_runtime, self.longctx_runtime.sent_to
+        to_each = [sent_to[rank] for rank in range(self.longctx_group.size)]
+        figures = [runtime.account.waited, runtime.sent_bytes, *to_each]
+        return torch.tensor(figures, dtype=torch.float64)
 
     def _moved(self) -> dict[str, float]:
-        """Bytes sent by all trainers and the longest wait of any, since the last log."""
+        """Bytes sent by all trainers and the longest wait of any, since the last log; where domains
+        of ranks are nested, also the bytes that crossed each level, the outermost 0."""
         change, self._logged = self._exchanged() - self._logged, self._exchanged()
-        rows = self.accelerator.gather(change[None].to(self.accelerator.device))
+        crossed, levels = [], self.longctx_topology and self.longctx_topology.levels
+        if levels and len(levels.sizes) > 1:
+            sent = dict(enumerate(change[2:].tolist()))
+            over = by_level(sent, rank=self.longctx_group.rank, levels=levels)
+            crossed = [over[level] for level in range(len(levels.sizes))]
+        mine = torch.tensor([*change[:2].tolist(), *crossed], dtype=torch.float64)
+        mine = mine[None].to(self.accelerator.device)  # measured, so groups may differ in levels
+        rows = self.accelerator.gather(self.accelerator.pad_across_processes(mine, dim=1))
         return {
-            "longctx_bytes_moved": int(rows[:, 0].sum()),
-            "longctx_wait_seconds": round(float(rows[:, 1].max()), 4),
+            "longctx_bytes_moved": int(rows[:, 1].sum()),
+            "longctx_wait_seconds": round(float(rows[:, 0].max()), 4),
+            **{f"{LEVEL}{level}": int(sent.sum()) for level, sent in enumerate(rows[:, 2:].T)},
         }
 
     def longctx_summary(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from .loaders import Loaders
 from .loss import refuse_other_losses
 from .overrides import refuse_shadowed_loaders
 from .positions import position_limit, refuse_longer
-from .probe import probe
+from .probe import probe, uses_all_parameters
 from .replay import ReplayMixin
 from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
 from .steps import StepsMixin
@@ -108,12 +108,15 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         self.add_callback(LongCtxCallback(self))
 
     def _build_accelerator_args(self, **kwargs: Any) -> Any:
-        """As Trainer's; a PEFT model may recompute under DDP like any other.
+        """As Trainer's; DDP looks for unused parameters only where a model may have some.
 
-        Trainer lets DDP look for unused parameters there, which ends a re-entrant recompute.
+        That ends a re-entrant recompute of a PEFT model, walks through the graph of every step, and
+        warns where it finds none.
         """
-        if self.args.activation_checkpointing and self.args.ddp_find_unused_parameters is None:
-            self.args.ddp_find_unused_parameters = False
+        if self.args.ddp_find_unused_parameters is None and self.args.world_size > 1:
+            recomputes = self.args.activation_checkpointing
+            if recomputes or uses_all_parameters(self.model):
+                self.args.ddp_find_unused_parameters = False
         return super()._build_accelerator_args(**kwargs)
 
     @property
@@ -203,6 +206,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 "data_collator was replaced after the trainer was made, by one with another "
                 "padding token; pass it when the trainer is made"
             )
+        self._find_link()
         return self.longctx_loaders.loader(
             dataset,
             name=self.longctx_attention,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.prepare import prepared
+from ..models.watch import watch
 from ..support import NAMES, model_problems
 from ..training.probe import probe
 from .shrink import small_model
@@ -105,3 +106,4 @@ def _running(model: Any, name: str) -> Iterator[None]:
     finally:
         for config, own in before:
             config._attn_implementation_internal = own
+        watch(model)

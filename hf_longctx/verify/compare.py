@@ -21,7 +21,13 @@ from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
 from ..comm.processes import RankPool
 from ..comm.topology import given_levels
 from ..plan.levels import Levels
-from ..support import recurrent_family, refuse_model, refuse_pingpong, refuse_unread_flags
+from ..support import (
+    recurrent_family,
+    refuse_model,
+    refuse_name,
+    refuse_pingpong,
+    refuse_unread_flags,
+)
 from .bounds import bounds_of, broken
 from .fla import naive_kernels
 from .ranks import Case, RankResult, run_rank
@@ -166,6 +172,7 @@ def verify(
     Raises:
         ValueError: where the combination is refused.
     """
+    refuse_name(name)
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")
     if servers < 0 or (servers and name != "distca"):
@@ -207,11 +214,13 @@ def verify(
     used = {"ranks": ranks, "channels": (case.topology or Levels((ranks,))).channels}
     own = pool or RankPool(ranks)
     report: dict[str, Any] = {}
+    scans: dict[str, dict[str, Any]] = {}
     try:
         for kind in kinds:
             checked = replace(case, checkpointing=kind)
             logger.info("%d ranks, %s in %s, checkpointing %s", ranks, name, dtype, kind)
             results = own.run(run_rank, case=checked, **used)
+            scans = results[0].scans
             in_float32 = results
             if dtype != "float32":
                 logger.info("%d ranks, %s in float32, checkpointing %s", ranks, name, kind)
@@ -233,6 +242,7 @@ def verify(
         "overlap": arguments.longctx_overlap,
         "topology": str(case.topology or f"{ranks} (auto: one domain)"),
         "ulysses_size": arguments.longctx_ulysses_size,
+        **({"scan": scans} if name == "zeco_linear" else {}),
         "logit_columns": len(case.columns),
         "set_to_0": dropout_fields(config),
         "bounds": bounds,

@@ -30,7 +30,7 @@ from ..arguments import LongCtxTrainingArguments
 from ..comm.processes import RankError
 from ..plan.program import Program
 from ..runtime.requests import Caller, Request
-from ..support import refuse_model
+from ..support import refuse_model, refuse_name
 from ..training.trainer import LongCtxTrainer
 from .compare import ROWS, case_lengths
 from .twins import build, load_config
@@ -91,6 +91,7 @@ def verify_kill(trial: Trial) -> dict[str, Any]:
         ValueError: where the combination is refused.
         RankError: where the trainers failed.
     """
+    refuse_name(trial.name)
     if trial.servers < 1 or trial.name != "distca":
         raise ValueError(
             f"--kill {trial.kill} with --servers {trial.servers} under {trial.name}: it needs a "

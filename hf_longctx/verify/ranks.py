@@ -5,7 +5,7 @@ Floor: verify. Letters: T rows of this rank.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,8 +25,10 @@ from ..plan.count import sent_in_layer
 from ..plan.halves import Halves, halve
 from ..plan.layout import Layout, cut
 from ..plan.levels import Levels
+from ..plan.schedule import Link
 from ..runtime.binding import Runtime
 from ..training.halves import run_halves
+from ..training.scans import BY_LINK, find_link
 from ..training.servers import Servers
 from .twins import DTYPES, backward, build, precision
 
@@ -53,6 +55,7 @@ class Case:
         ulysses_size (`int`): Of the plan.
         softmax (`str`): Who plans softmax layers under `zeco_linear`.
         scan (`str`): Schedule of the scans of recurrent layers.
+        link (`Link`, *optional*): Between neighbours, as the ranks measured it; scans go by it.
     """
 
     model: str
@@ -70,6 +73,7 @@ class Case:
     ulysses_size: int = 1
     softmax: str = "distca"
     scan: str = "auto"
+    link: Link | None = None
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
         """How a batch is cut over the ranks, and its halves, where it has any."""
@@ -114,6 +118,7 @@ class RankResult:
             main run; rank 0 counts what servers send.
         head_groups (`int`): Groups that an exchange is cut into, at most.
         tasks_on_servers (`int`): Tasks of the main run that servers did (rank 0 only).
+        scans (`dict[str, dict[str, Any]]`): What the longest scan took, by state.
     """
 
     logits: list[Tensor] = field(default_factory=list)
@@ -127,6 +132,7 @@ class RankResult:
     switches: int = 0
     head_groups: int = 0
     tasks_on_servers: int = 0
+    scans: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def run_rank(context: RankContext, *, case: Case) -> RankResult:
@@ -143,7 +149,10 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         model.enable_input_require_grads()
     if case.halves:
         run_halves(model)
+    if case.name == "zeco_linear" and case.scan in BY_LINK and context.ranks > 1:
+        case = replace(case, link=find_link(context.channel, ranks=context.ranks))
     result, runtime = RankResult(), Runtime(channel=context.channel)
+    probed = runtime.sent_bytes
     with precision(dtype), _servers(case, context, runtime) as servers:
         losses = []
         batches = [_inputs(case, context, servers, i) for i in range(len(case.lengths))]
@@ -156,7 +165,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.loss = float(total.detach())
         result.attention_calls = runtime.account.calls
         result.recompute_bytes = runtime.account.recompute_bytes
-        result.bytes_sent = runtime.sent_bytes
+        result.bytes_sent = runtime.sent_bytes - probed
         result.switches = runtime.account.switches
         parts = [part for inputs in batches for part in inputs[KEY].parts]
         result.bytes_planned = sum(
@@ -166,6 +175,8 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         assert all(not part.saved.results for part in parts), "saved attention was not dropped"
         plans = [plan for part in parts for plan in part._plans.values()]
         result.head_groups = max((len(plan.groups) for plan in plans), default=0)
+        scans = sorted((s for part in parts for s in part.scans.values()), key=lambda s: s.ranks)
+        result.scans = {str(scan.sizes): scan.figures() for scan in scans}
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             grad = grad.to(torch.promote_types(dtype, torch.float32), copy=True)
@@ -220,6 +231,7 @@ def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> d
         ulysses_size=case.ulysses_size,
         softmax=case.softmax,
         scan=case.scan,
+        link=case.link,
     )
     if halves:
         batch.halves = halved(halves, context.rank, tolerance=case.tolerance)

@@ -117,8 +117,15 @@ def load_config(path: str) -> Any:
     """
     place = Path(path)
     if not (place.is_file() or (place / "config.json").is_file()):
-        raise ValueError(f"--model {path}: no config.json and no folder with one; give either")
-    given = json.loads((place / "config.json" if place.is_dir() else place).read_text())
+        lacks = "a folder without config.json" if place.is_dir() else "no such file or folder"
+        raise ValueError(
+            f"--model {path}: {lacks}; give a config as JSON, or a checkpoint folder with one, on "
+            "this machine"
+        )
+    try:
+        given = json.loads((place / "config.json" if place.is_dir() else place).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {path}: no JSON ({error}); give a config as JSON") from error
     if not isinstance(given, dict):
         raise ValueError(
             f"--model {path}: holds a JSON {type(given).__name__}; a config is an object with a "
@@ -129,11 +136,12 @@ def load_config(path: str) -> Any:
         refuse_layers(layers)  # before a config class that lists every layer
     if given.get("model_type") in FLA_FAMILIES:
         load_fla()
-    if place.is_dir():
-        return AutoConfig.from_pretrained(path)
-    if "model_type" not in given:
+    if place.is_file() and "model_type" not in given:
         raise ValueError(f"--model {path}: no model_type in it; write one, as 'llama'")
-    return AutoConfig.for_model(**given)
+    try:
+        return AutoConfig.from_pretrained(path) if place.is_dir() else AutoConfig.for_model(**given)
+    except Exception as error:  # whatever a config class says of wrong fields
+        raise ValueError(f"--model {path}: no config can be read from it ({error})") from error
 
 
 def dropout_fields(config: Any) -> list[str]:
