@@ -141,6 +141,31 @@ def test_b07_losses_take_shifted_targets(family, given):
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("FusedCrossEntropyLoss", {"label_smoothing": 0.1}),
+        ("FusedCrossEntropyLoss", {"lse_square_scale": 1e-4}),
+        ("FusedCrossEntropyLoss", {"return_z_loss": True}),
+        ("FusedLinearCrossEntropyLoss", {"logit_scale": 0.5}),
+        ("FusedLinearCrossEntropyLoss", {"logit_softcapping": 30.0}),
+        ("FusedLinearCrossEntropyLoss", {"use_l2warp": True}),
+    ],
+    ids=str,
+)
+def test_options_of_a_loss_are_not_dropped(loss, options):
+    ((name, value),) = options.items()
+    linear_loss = loss == "FusedLinearCrossEntropyLoss"
+    given = {"fuse_linear_cross_entropy": linear_loss, "fuse_cross_entropy": not linear_loss}
+    model = prepare(tiny("zeco_linear", family="gla", dtype=torch.float32, **given)).train()
+    model.criterion = getattr(sys.modules["fla.modules"], loss)()
+    call = {"input_ids": IDS, "position_ids": PACKED, "labels": IDS}
+    assert model(**call).loss.isfinite()
+    model.criterion = getattr(sys.modules["fla.modules"], loss)(**options)
+    with pytest.raises(ValueError, match=f"has {name}={value}, which nothing here computes on a C"):
+        model(**call)
+
+
 def test_generation_without_a_cache_goes_on_as_whole_rows():
     model = prepare(small("gla", dtype=torch.float32)).eval()
     rows = IDS[0, :18].view(2, 9)
@@ -154,7 +179,7 @@ def test_what_starts_no_row_anew_is_refused():
     model = prepare(small("gla")).eval()
     mask = torch.ones_like(IDS)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="padding in attention_mask reached layers whose kernels"):
+    with pytest.raises(ValueError, match="scores in attention_mask reached layers whose kernels"):
         model(input_ids=IDS, attention_mask=mask)
     with pytest.raises(ValueError, match="a cache reached layers .* set use_cache=False"):
         model.generate(IDS, max_new_tokens=2, use_cache=True)
@@ -163,8 +188,14 @@ def test_what_starts_no_row_anew_is_refused():
 
 
 def test_options_without_a_form_here_are_refused_by_name():
-    for changes in ({"use_l2warp": True}, {"attnres_block_size": 2}, {"hidden_act": "powlu"}):
-        model = small("kda", **changes)
+    for family, changes in (
+        ("kda", {"use_l2warp": True}),
+        ("kda", {"attnres_block_size": 2}),
+        ("kda", {"hidden_act": "powlu"}),
+        ("kda", {"safe_gate": True, "lower_bound": -8.0}),  # its kernel refuses that, too
+        ("gla", {"attn_mode": "fused_chunk"}),
+    ):
+        model = small(family, **changes)
         with pytest.raises(ValueError, match="options of flash-linear-attention: .*; set attn"):
             prepare(model)
 

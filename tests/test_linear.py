@@ -17,14 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from hf_longctx.kernels import linear
+from hf_longctx.kernels import diagonal, linear
 from hf_longctx.kernels import linear_reference as twin
 from hf_longctx.kernels.grid import grid
+from hf_longctx.kernels.summary import apply, decayed
 
 Inputs = dict[str, Tensor]
 PACK = (63, 0, 1, 64, 3, 65)  # tokens of chunks are 64 and 32: one less, none, one, one more
@@ -165,6 +167,28 @@ def test_float32_is_float64_rounded(family: Family) -> None:
 
 
 @every_family
+@pytest.mark.parametrize("fast", [-20.0, -800.0], ids="log_decay{}".format)
+def test_a_fast_token_leaves_the_slow_ones_their_digits_in_float32(
+    family: Family, fast: float
+) -> None:
+    inputs = family.inputs(sum(PACK), decay=0.01, dtype=torch.float32)
+    with torch.no_grad():
+        inputs["log_decay"][[2, 70, 100, 150]] = fast
+    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    found, right = (
+        differentiate(function(**given, lengths=PACK), given)
+        for function, given in ((linear.linear_attention, inputs), (twin.linear_attention, wide))
+    )
+    assert_close(found, right, tolerance=1e-5)
+    found, right = (
+        differentiate(summarize(**run).state, run)
+        for summarize, given in ((linear.summarize, inputs), (twin.summarize, wide))
+        for run in [{n: x for n, x in given.items() if n not in ("q_THN", "entering")}]
+    )
+    assert_close(found, right, tolerance=1e-5)
+
+
+@every_family
 def test_bfloat16_is_rounded_at_the_edges_only(family: Family) -> None:
     """States and sums are float32: in bfloat16 only inputs, outputs and gradients are rounded."""
     inputs = family.inputs(sum(PACK), dtype=torch.bfloat16)
@@ -185,7 +209,7 @@ def test_summaries_say_what_a_run_does(family: Family, tokens: int) -> None:
     ours, right = linear.summarize(**run), twin.summarize(**run)
     assert ours.decay.shape == right.decay.shape
     given = run | {"entering": inputs["entering"]}
-    left = [linear.apply(s, inputs["entering"]) for s in (ours, right)]
+    left = [apply(s, inputs["entering"]) for s in (ours, right)]
     assert_close(*(differentiate(x, given) for x in left))
     if tokens:  # the state after a token is what unit queries of that token read
         unit = torch.eye(family.rows, dtype=torch.float64)[:, None, None].expand(
@@ -193,6 +217,56 @@ def test_summaries_say_what_a_run_does(family: Family, tokens: int) -> None:
         )
         rows = [linear.linear_attention(q, **given, lengths=[tokens])[-1].detach() for q in unit]
         assert_close({"state": torch.stack(rows, 1)}, {"state": left[0].detach()})
+
+
+@pytest.mark.parametrize("block", [1, 100, 10**6], ids="block{}".format)
+@pytest.mark.parametrize("name", ["mamba1", "mamba1-groups"])
+def test_vector_states_are_summed_up_in_blocks_of_rows(
+    name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of two equal columns are, which are states like any other."""
+    monkeypatch.setattr(diagonal, "_BLOCK", block)
+    inputs = FAMILIES[name].inputs(150, decay=0.5)
+    run = {name: x for name, x in inputs.items() if name != "q_THN"}
+    given = {name: x for name, x in run.items() if name != "entering"}
+    columns = given | {"v_THV": given["v_THV"].expand(-1, -1, 2)}
+    ours = apply(linear.summarize(**given), run["entering"])
+    right = apply(linear.summarize(**columns), run["entering"])[..., :1]
+    assert_close(differentiate(ours, run), differentiate(right, run))
+
+
+class Counted(TorchDispatchMode):
+    """How many functions ran, and the storages of more than some bytes that came of them."""
+
+    def __init__(self, *, above: int) -> None:
+        super().__init__()
+        self.above, self.calls, self.large = above, 0, dict[int, Tensor]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **kwargs or {})
+        self.calls += 1
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.untyped_storage().nbytes() > self.above:
+                self.large[x.untyped_storage().data_ptr()] = x
+        return out
+
+
+def test_a_summary_of_vector_states_forms_nothing_as_large_as_their_decays() -> None:
+    """At the size of mamba-130m, also within backward, but for the gradient itself."""
+    tokens, heads, rows = 1024, 1536, 16
+    k, v = torch.randn(tokens, 1, rows), torch.randn(tokens, heads, 1)
+    log_decay = -torch.rand(tokens, heads, rows)
+    leaves = [x.requires_grad_() for x in (k, v, log_decay)]
+    given = {x.untyped_storage().data_ptr() for x in leaves}
+    bound = 8 * diagonal._BLOCK
+    assert 10 * bound < log_decay.nbytes
+    with Counted(above=bound) as there:
+        state = apply(linear.summarize(k, v, log_decay=log_decay), torch.ones(heads, rows, 1))
+    with Counted(above=bound) as back:
+        *_, grad = torch.autograd.grad(state.sum(), leaves)
+    assert not there.large.keys() - given
+    assert back.large.keys() - given == {grad.untyped_storage().data_ptr()}
+    assert there.calls + back.calls < 2000
 
 
 @every_family
@@ -203,11 +277,9 @@ def test_summaries_compose_in_order(family: Family) -> None:
         linear.summarize(**{name: x[rows] for name, x in run.items()})
         for rows in (slice(0, 30), slice(30, 100))
     ]
-    whole, composed = linear.summarize(**run), linear.compose(parts[1], parts[0])
-    assert_close(
-        {"state": composed.state, "decay": composed.decay},
-        {"state": whole.state, "decay": whole.decay},
-    )
+    whole, (early, late) = linear.summarize(**run), parts
+    composed = {"state": apply(late, early.state), "decay": decayed(late.decay, early.decay)}
+    assert_close(composed, {"state": whole.state, "decay": whole.decay})
 
 
 @every_family
@@ -223,7 +295,7 @@ def test_b44_a_cut_document_equals_the_whole_one(
     late = {name: x[cut:] for name, x in inputs.items() if name != "entering"}
     entering = inputs["entering"]
     summary = linear.summarize(**{name: x for name, x in early.items() if name != "q_THN"})
-    between = linear.apply(summary, entering)
+    between = apply(summary, entering)
     out = torch.cat(
         [
             linear.linear_attention(**early, lengths=[cut], entering=entering),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import VOCABULARY, alone, documents, positions, run_ranks, tiny, twin
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from hf_longctx import prepare
 from hf_longctx.attention import linear
@@ -186,6 +186,46 @@ def test_positions_of_images_in_packed_documents():
     found = logits(model, input_ids=IDS, position_ids=axes, cu_seq_lens_q=BOUNDS)
     right = logits(model, input_ids=IDS[:, 8:48], position_ids=axes[..., 8:48])
     torch.testing.assert_close(found[:, 8:48], right, rtol=0, atol=1e-9)
+
+
+def images() -> Any:
+    """A tiny Qwen3.5 that sees, and a row with an image of four tokens between two texts."""
+    text = tiny("sdpa", family="qwen3_5").config.to_dict()
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": text["hidden_size"], "num_position_embeddings": 16,
+    }  # fmt: skip
+    config = Qwen3_5Config(text_config=text, vision_config=vision, image_token_id=3)
+    kinds = torch.zeros_like(IDS)
+    kinds[0, 2:6] = 1
+    patches = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+    seen = {
+        "input_ids": torch.where(kinds.bool(), 3, IDS.where(IDS != 3, 4)),
+        "pixel_values": patches, "mm_token_type_ids": kinds,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }  # fmt: skip
+    config._attn_implementation = "sdpa"
+    return prepare(Qwen3_5ForConditionalGeneration(config)), seen
+
+
+def test_images_in_packed_documents_need_their_three_axes():
+    model, seen = images()
+    first = {n: x[:, :7] if n in ("input_ids", "mm_token_type_ids") else x for n, x in seen.items()}
+    alone = logits(model, **first)
+    for given in ({}, {"position_ids": PACKED}):
+        with pytest.raises(ValueError, match="pixel_values came with packed documents whose posit"):
+            logits(model, **seen, **given, cu_seq_lens_q=BOUNDS)
+    axes = PACKED.expand(3, -1, -1).clone()
+    grid = {"image_grid_thw": seen["image_grid_thw"], "attention_mask": None}
+    axes[..., :7], _ = model.model.get_rope_index(
+        first["input_ids"], mm_token_type_ids=first["mm_token_type_ids"], **grid
+    )
+    assert not torch.equal(axes[0], axes[1])
+    found = logits(model, **seen, position_ids=axes, cu_seq_lens_q=BOUNDS)
+    torch.testing.assert_close(found[:, :7], alone, rtol=1e-4, atol=1e-4)
+    text = {"input_ids": seen["input_ids"].clamp(4), "cu_seq_lens_q": BOUNDS}
+    kinds = torch.zeros_like(IDS)  # as a processor gives them for text alone
+    assert torch.equal(logits(model, **text, mm_token_type_ids=kinds), logits(model, **text))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -43,6 +43,13 @@ def test_families_are_exact_over_ranks(rank_pool: Any, family: str, ranks: int, 
         assert taken["measured"] is (scan == "chain")  # the others go by no link
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
+def test_bf16_over_ranks_is_as_close_as_the_plain_path(rank_pool: Any, family: str) -> None:
+    report = verify(rank_pool, family, name="zeco_linear", ranks=3, dtype="bf16")
+    assert report["failed"] == [] and report["logit_error"] > 1e-4  # it did run in bf16
+    assert report["bytes_sent"] == report["bytes_planned"] > 0
+
+
 @pytest.mark.parametrize(("family", "softmax"), [("qwen3_next", "ring"), ("zamba2", "distca")])
 def test_a_hybrid_recomputes_without_sending(rank_pool: Any, family: str, softmax: str) -> None:
     arguments = LongCtxArguments(longctx_softmax=softmax)

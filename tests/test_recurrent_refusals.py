@@ -12,6 +12,7 @@ import torch
 from test_recurrent import BOUNDS, IDS, INDEX, LENGTHS, PACKED
 from tiny import positions, tiny
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next as home
 
@@ -20,6 +21,7 @@ from hf_longctx.attention import linear
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.models import prepare as preparing
 from hf_longctx.models.adapter import Replacement
+from hf_longctx.models.running import Running
 from hf_longctx.plan.layout import cut
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,6 +31,7 @@ PADDED[0, :3] = 0
 TOKENS = torch.arange(113)
 BLOCKS = ((INDEX[0][:, None] == INDEX[0]) & (TOKENS[:, None] >= TOKENS))[None, None]
 CAUSAL = torch.ones(113, 113, dtype=torch.bool).tril()[None, None]
+FLEX = create_block_mask(lambda b, h, q, kv: BLOCKS[0, 0, q, kv], None, None, 113, 113, "cpu")
 CU = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}
 
 
@@ -68,6 +71,13 @@ def batch(*lengths: int, ranks: int = 1) -> LongCtxBatch:
             {"attention_mask": {"full_attention": BLOCKS, "linear_attention": None}},
             "attention_mask keeps tokens of a row from those right before",
         ),
+        ({"attention_mask": FLEX}, "attention_mask is a BlockMask, which recurrent layers cannot"),
+        (
+            {"attention_mask": {"full_attention": FLEX, "linear_attention": None}},
+            "attention_mask is a BlockMask, which recurrent layers cannot see; drop it and give",
+        ),
+        ({"position_ids": PACKED, "attention_mask": FLEX}, "attention_mask is a BlockMask"),
+        ({KEY: batch(*LENGTHS), "attention_mask": {"mamba": FLEX}}, "attention_mask is a BlockM"),
         ({"attention_mask": INDEX + 1}, "attention_mask numbers documents (up to 4)"),
         ({**CU, "position_ids": positions(113)}, "cu_seq_lens_q and position_ids describe differe"),
         ({"seq_idx": INDEX, "position_ids": positions(113)}, "position_ids and seq_idx describe"),
@@ -121,6 +131,13 @@ def test_a_model_that_was_not_prepared_is_refused_at_its_softmax_layers(given):
     model(input_ids=IDS, use_cache=False)
 
 
+def test_a_batch_that_a_prepared_model_had_is_still_refused_by_another():
+    given = {"input_ids": IDS, "use_cache": False, KEY: batch(*LENGTHS)}
+    prepare(tiny("zeco_linear", family="minimax"))(**given)
+    with pytest.raises(ValueError, match=re.escape("call hf_longctx.prepare(model) once")):
+        tiny("zeco_linear", family="minimax")(**given)
+
+
 def test_a_module_without_a_model_of_transformers_is_refused():
     with pytest.raises(ValueError, match="Linear holds no Transformers model"):
         prepare(nn.Linear(2, 2))
@@ -156,7 +173,14 @@ def test_functions_with_other_arguments_are_refused_with_the_version_known(monke
         """Not what is known."""
 
     monkeypatch.setattr(home, "torch_chunk_gated_delta_rule", changed)
-    with pytest.raises(ValueError, match=r"has parameters \(query key value gate\), but .* 5.24"):
+    with pytest.raises(
+        ValueError,
+        match=r"gated_delta_rule has parameters \(query key value gate\), but .*; transformers 5.24"
+        r"\S* is known, so something has changed \S*gated_delta_rule since; undo that",
+    ):
+        prepare(hybrid())
+    monkeypatch.setattr("transformers.__version__", "5.3.0")
+    with pytest.raises(ValueError, match="; transformers is 5.3.0, install 5.24"):
         prepare(hybrid())
     monkeypatch.delattr(home, "torch_chunk_gated_delta_rule")
     with pytest.raises(ValueError, match=r"has parameters \(no such function\), but .* 5.24"):
@@ -193,7 +217,28 @@ def test_a_batch_that_is_lost_on_its_way_is_no_plain_forward():
     layer = model.model.layers[0]
     inner = type(layer).forward
     layer.forward = lambda *args, **kwargs: inner(layer, *args, **{**kwargs, KEY: None})
-    with pytest.raises(AssertionError, match="longctx_batch was lost on its way to Qwen3NextGated"):
+    with pytest.raises(ValueError, match="longctx_batch was lost on its way to Qwen3NextGated"):
+        model(input_ids=IDS, position_ids=PACKED)
+
+
+def test_other_rows_and_arguments_than_a_layer_takes_are_refused_by_class():
+    layer = Running(nn.Identity(), batch(6))
+    layer.begin("convolution", torch.zeros(6, 2))
+    with pytest.raises(ValueError, match="Identity gave its convolution 5 rows of packed docum"):
+        layer.begin("convolution", torch.zeros(5, 2))
+    layer.refuse(mask=None, output_final_state=False)
+    with pytest.raises(ValueError, match="Identity was given mask and cache with packed documents"):
+        layer.refuse(mask=torch.zeros(2), output_final_state=False, cache=())
+
+
+@pytest.mark.parametrize("given", [{"attention_mask": PADDED}, {"cache": DynamicCache()}], ids=list)
+def test_a_layer_that_is_given_a_mask_or_a_cache_after_all_is_refused(given):
+    """By whatever lies between the model's forward and the layer's."""
+    model = prepare(tiny("zeco_linear", family="minimax", dtype=torch.float32))
+    layer, _ = preparing.recurrent_layers(model)[0]
+    inner = layer.forward
+    layer.forward = lambda *args, **kwargs: inner(*args, **{**kwargs, **given})
+    with pytest.raises(ValueError, match=f"MiniMaxLightningAttention was given {[*given][0]} with"):
         model(input_ids=IDS, position_ids=PACKED)
 
 

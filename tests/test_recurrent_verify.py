@@ -29,8 +29,7 @@ def test_families_are_exact_and_leak_nothing(rank_pool, family):
     assert report["failed"] == [] and report["leak"] == 0.0
     assert all(0 <= report[key] <= bound for key, bound in EXACT.items())
     assert {key: report["bounds"][key] for key in EXACT} == EXACT
-    for key, bound in CLOSE.items():  # or nearer than plain float32 is to float64, by twice
-        assert report["bounds"][f"{key}_vs_transformers"] >= bound
+    assert all(0 <= report[f"{key}_vs_transformers"] <= bound for key, bound in CLOSE.items())
     assert report["bytes_sent"] == report["bytes_planned"] == 0
 
 

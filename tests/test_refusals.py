@@ -30,6 +30,7 @@ from hf_longctx.support import (
     refuse_pingpong,
 )
 from hf_longctx.support import table as support_table
+from hf_longctx.support.rules import FLA_PARTS, refuse
 
 ONE_ROW = [torch.zeros(1, heads, 6, 8) for heads in (4, 2, 2)]
 DENSE = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -219,6 +220,22 @@ def test_models_are_refused_with_value_rule_and_remedy(rule):
 @pytest.mark.parametrize("name", SOFTMAX_NAMES)
 def test_other_models_are_not_refused(name, family, changes):
     refuse_model(AutoConfig.for_model(family, **changes), name=name)
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ({"model_type": "gla", "attn_mode": "fused_chunk"}, "attn_mode=fused_chunk"),
+        ({"safe_gate": True, "lower_bound": -8.0}, "safe_gate=True with lower_bound=-8.0"),
+        ({"safe_gate": True}, "safe_gate=True with lower_bound=None"),
+    ],
+)
+def test_what_flash_linear_attention_refuses_itself_is_refused_before_a_batch(given, value):
+    with pytest.raises(ValueError, match=re.escape(f"flash-linear-attention: {value}: ")):
+        refuse((FLA_PARTS,), SimpleNamespace(**{"model_type": "kda"} | given))
+    for lower in (-5.0, -0.1):
+        refuse((FLA_PARTS,), SimpleNamespace(model_type="kda", safe_gate=True, lower_bound=lower))
+    refuse((FLA_PARTS,), SimpleNamespace(model_type="retnet", attn_mode="fused_chunk"))
 
 
 def test_longrope_is_refused_per_layer_type_too():

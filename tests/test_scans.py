@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from scan_cases import (
     run_threads,
     run_threads_together,
 )
+from test_scan import uneven
 
 SCHEDULES = ("chain", "tree", "allgather")
 # One document over all ranks; cuts inside shards, on edges and a token beside them; short ones.
@@ -46,6 +48,48 @@ def test_ranks_compute_what_one_process_does(family: str, ranks: int) -> None:
         assert error(gather(what, ran), reference(what.given, lengths)) < 1e-11, lengths
         assert [each.sent for each in ran] == [each.account.planned_bytes for each in ran]
         assert not any(each.kept for each in ran)
+
+
+@every_family
+@every_schedule
+@pytest.mark.parametrize(
+    ("lengths", "edges"),
+    [
+        ([48], [0, 40, 41, 48]),  # a halo of three rows reaches over the shard of one
+        ([48], [0, 2, 5, 7, 48]),
+        ([3, 43, 2], [0, 1, 4, 6, 48]),
+        ([20, 28], [0, 30, 30, 32, 48]),  # a rank without a row
+        ([48], [0, 20, 20, 48]),
+    ],
+    ids=str,
+)
+def test_shards_of_very_different_lengths(
+    family: str, scan: str, lengths: list[int], edges: list[int]
+) -> None:
+    given = Inputs.random(48, family=family)
+    what = Case(layout=uneven(lengths, edges), given=given, scan=scan)
+    with nan_memory():
+        ran = run_threads(what)
+    assert error(gather(what, ran), reference(given, lengths)) < 1e-11
+    assert [each.sent for each in ran] == [each.account.planned_bytes for each in ran]
+
+
+@pytest.mark.parametrize("family", ["row", "delta"])
+def test_bf16_over_ranks_is_bf16_of_one_process(family: str) -> None:
+    """States travel in float32 and a halo as it is; its gradient is rounded once more."""
+    lengths = [7, 37, 4]
+    given = Inputs.random(48, family=family)
+    right = reference(given, lengths)
+    low = replace(given, **{name: getattr(given, name).bfloat16() for name in given.__slots__})
+    one, three = (
+        gather(what, run_threads(what))
+        for what in (Case(layout=contiguous(lengths, ranks=n), given=low) for n in (1, 3))
+    )
+    assert torch.equal(three["mixed"], one["mixed"]) and three["mixed"].dtype == torch.bfloat16
+    assert not torch.equal(three["d_x"], one["d_x"])  # it is added up in another order
+    for name, value in right.items():
+        plain, found = (error({name: each[name]}, {name: value}) for each in (one, three))
+        assert found <= 2 * max(plain, 2**-9), (name, found, plain)
 
 
 @given(

@@ -3,8 +3,9 @@
 Floor: kernels. Letters: n chunks, C tokens of a chunk, N rows of the state.
 With `b` the sums of the log decays from the chunk's start on, the product of
 query i with key j is `sum_N q_i k_j exp(b_i - b_j)` for `j <= i`, and 0 above the diagonal.
-Exponents are formed as differences that are never above zero, so nothing overflows however fast the
-decay.
+Exponents are never above zero, so nothing overflows however fast the decay. They are formed as sums
+of what lies between, not as differences of b: a fast token would leave the slow ones after it no
+digits there.
 """
 
 from collections.abc import Iterator
@@ -14,17 +15,26 @@ import torch
 from torch import Tensor
 
 
+def sums(decay_nCN: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of log decays up to each token, and of those after it to the chunk's end."""
+    size = decay_nCN.shape[-2]
+    ones = decay_nCN.new_ones(size, size)
+    return ones.tril() @ decay_nCN, ones.triu(1) @ decay_nCN
+
+
 class PerHead(torch.autograd.Function):
     """One decay for all rows of the state.
 
-    `PerHead.apply(b [n, C, 1], k [n, C, N], *queries [n, C, N])` gives `[n, C, C]` for each.
+    `PerHead.apply(log_decay [n, C, 1], k [n, C, N], *queries [n, C, N])` gives `[n, C, C]` for
+    each. C is a power of two.
     """
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
-        size = k.shape[-2]
-        upper = torch.ones(size, size, dtype=torch.bool, device=k.device).triu_(1)
-        decay = (sums - sums.mT).masked_fill_(upper, float("-inf")).exp_()
+    def forward(ctx: Any, log_decay: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
+        decay = log_decay.new_zeros(*k.shape[:-1], k.shape[-2])
+        for half, late, early in _halves(log_decay):
+            torch.add(late, early.mT, out=_below(decay, half))
+        decay.exp_().tril_()
         scores = tuple((q @ k.mT).mul_(decay) for q in queries)
         ctx.save_for_backward(k, decay, *queries, *scores)
         return scores
@@ -40,13 +50,13 @@ class PerHead(torch.autograd.Function):
             d_queries.append(products @ k)
             d_k.baddbmm_(products.mT, q)
         d_sums = shares.sum(-1, keepdim=True) - shares.sum(-2)[..., None]
-        return d_sums, d_k, *d_queries
+        return _of_decays(d_sums), d_k, *d_queries
 
 
 class PerRow(torch.autograd.Function):
     """A decay of each row of the state.
 
-    `PerRow.apply(b [n, C, N], k [n, C, N], *queries [n, C, N])` gives `[n, C, C]` for each.
+    `PerRow.apply(log_decay [n, C, N], k [n, C, N], *queries [n, C, N])` gives `[n, C, C]` for each.
 
     A block on the diagonal is halved: its later half meets its earlier one through the token
     between them, by a matrix product of the two halves' decayed rows; then each half is halved. So
@@ -54,23 +64,25 @@ class PerRow(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, log_decay: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
         scores = tuple(k.new_zeros(*k.shape[:-1], k.shape[-2]) for _ in queries)
-        for half, late_decay, early_decay in _halves(sums):
+        for half, *exponents in _halves(log_decay):
+            late_decay, early_decay = (x.exp() for x in exponents)
             early = _halved(k, half)[0] * early_decay
             for q, score in zip(queries, scores, strict=True):
                 late = _halved(q, half)[1] * late_decay
                 _below(score, half).copy_(late @ early.mT)
         for q, score in zip(queries, scores, strict=True):
             score.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-        ctx.save_for_backward(sums, k, *queries)
+        ctx.save_for_backward(log_decay, k, *queries)
         return scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        sums, k, *queries = ctx.saved_tensors
+        log_decay, k, *queries = ctx.saved_tensors
         d_k, d_queries = torch.zeros_like(k), [torch.zeros_like(k) for _ in queries]
-        for half, late_decay, early_decay in _halves(sums):
+        for half, *exponents in _halves(log_decay):
+            late_decay, early_decay = (x.exp() for x in exponents)
             early = _halved(k, half)[0] * early_decay
             for grad, q, d_q in zip(grads, queries, d_queries, strict=True):
                 late, lower = _halved(q, half)[1] * late_decay, _below(grad, half)
@@ -82,17 +94,26 @@ class PerRow(torch.autograd.Function):
             own = grad.diagonal(dim1=-2, dim2=-1)[..., None]
             d_q.addcmul_(own, k)
             d_k.addcmul_(own, q)
-        return d_sums, d_k, *d_queries
+        return _of_decays(d_sums), d_k, *d_queries
 
 
-def _halves(sums: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """At each level the tokens of a half, and the decays `[n, m, half, N]` from the middle of each
-    of m blocks to its later tokens, and from its earlier tokens to the middle."""
+def _of_decays(d_sums: Tensor) -> Tensor:
+    """The gradient of log decays, by that of their sums."""
+    size = d_sums.shape[-2]
+    return d_sums.new_ones(size, size).triu() @ d_sums
+
+
+def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """At each level the tokens of a half, and the log decays `[n, m, half, N]` from the middle of
+    each of m blocks to its later tokens, and from its earlier tokens to the middle; they change
+    with the next level."""
+    since, until = log_decay.clone(), torch.zeros_like(log_decay)  # its block's start, its end
     half = 1
-    while half < sums.shape[-2]:
-        early, late = _halved(sums, half)
-        middle = early[..., -1:, :]
-        yield half, (late - middle).exp_(), (middle - early).exp_()
+    while half < log_decay.shape[-2]:
+        (first, late), (early, _) = _halved(since, half), _halved(until, half)
+        yield half, late, early
+        early += late[..., -1:, :]
+        late += first[..., -1:, :]
         half *= 2
 
 

@@ -1,10 +1,10 @@
 """States of one column whose rows all decay at their own rate -> outputs, token by token.
 
-Floor: kernels. Letters: n chunks, C tokens of a chunk, H heads, K heads of queries and keys, N rows
-of the state. This is Mamba's selective scan: a matrix product has nothing to gain where the state
-is a vector, so the loops run over the C tokens of all chunks at once, elementwise, twice: from zero
-to see what each chunk leaves, then from the state that really enters it. Gradients are written out
-by hand and keep what enters each chunk; the states between are computed again.
+Floor: kernels. Letters: T tokens, n chunks, C tokens of a chunk, H heads, K heads of queries and
+keys, N rows of the state. This is Mamba's selective scan: a matrix product has nothing to gain
+where the state is a vector, so the loops run over the C tokens of all chunks at once, elementwise,
+twice: from zero to see what each chunk leaves, then from the state that really enters it. Gradients
+are written out by hand and keep what enters each chunk; the states between are computed again.
 """
 
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .grid import Grid
 from .recurrence import carry, carry_back, entered, entering_grad
+
+_BLOCK = 2**20  # numbers of a block of rows
 
 
 class Diagonal(torch.autograd.Function):
@@ -69,6 +71,55 @@ class Diagonal(torch.autograd.Function):
             d_decay[:, t].mul_(after)
             after.mul_(decay[:, t])
         return d_q, d_k, d_v, d_decay, entering_grad(total, ctx.grid, ctx.entering), None
+
+
+class Ran(torch.autograd.Function):
+    """What a run does to the state that enters it, of one column of values.
+
+    `Ran.apply(k [T, K, N], v [T, H], log_decay [T, H, N])` gives what it leaves of zeros and how
+    far it decays each row, both `[H, N]`. Blocks of rows go one after another, so that nothing but
+    the gradient of the decays is as large as they are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+        left, entering = log_decay.new_zeros(log_decay.shape[1:]), []
+        for rows in _blocks(log_decay):
+            entering.append(left)
+            kept, whole = _kept(log_decay[rows])
+            left = left * whole + _add(torch.zeros_like(kept), v[rows], k[rows]).mul_(kept).sum(0)
+        decay = log_decay.sum(0).exp()
+        ctx.save_for_backward(k, v, log_decay, decay, *entering)
+        return left, decay
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_decay: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        k, v, log_decay, decay, *entering = ctx.saved_tensors
+        d_k, d_v, d_decay = torch.empty_like(k), torch.empty_like(v), torch.empty_like(log_decay)
+        for rows, before in reversed(list(zip(_blocks(log_decay), entering, strict=True))):
+            kept, whole = _kept(log_decay[rows])
+            writes = _add(torch.zeros_like(kept), v[rows], k[rows]).mul_(kept)
+            # a token decays what entered the block, and all that was written before it
+            decayed = torch.cat([(before * whole)[None], writes[:-1]]).cumsum_(0)
+            torch.addcmul(grad_decay * decay, decayed, grad, out=d_decay[rows])
+            share = kept.mul_(grad)
+            d_k[rows] = _over_heads(share, v[rows], k.shape[1])
+            d_v[rows] = _over_rows(share, k[rows])
+            grad = grad * whole
+        return d_k, d_v, d_decay
+
+
+def _blocks(log_decay: Tensor) -> list[slice]:
+    """Rows to be taken together."""
+    size = max(1, _BLOCK // log_decay.shape[1:].numel())
+    return [slice(start, start + size) for start in range(0, len(log_decay), size)]
+
+
+def _kept(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """How far each token's write has decayed at the block's end `[T, H, N]`, and the decay of the
+    whole block `[H, N]`."""
+    sums = log_decay.cumsum(0, dtype=torch.float64)  # a difference of float32 would have few digits
+    return (sums[-1] - sums).to(log_decay.dtype).exp_(), sums[-1].to(log_decay.dtype).exp()
 
 
 def _add(state_nHN: Tensor, x_nH: Tensor, y_nKN: Tensor) -> Tensor:

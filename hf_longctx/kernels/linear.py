@@ -14,13 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .decay import PerHead, PerRow, UnitLowerInverse
-from .diagonal import Diagonal
+from .decay import PerHead, PerRow, UnitLowerInverse, sums
+from .diagonal import Diagonal, Ran
 from .grid import Grid, grid
 from .recurrence import Carried, Corrected
-from .summary import Summary, apply, compose
-
-__all__ = ["Summary", "apply", "compose", "linear_attention", "summarize"]
+from .summary import Summary
 
 _CHUNK = 64
 _SCAN_CHUNK = 32
@@ -74,16 +72,16 @@ def _attended(
     chunks: Grid,
 ) -> Tensor:
     """One block of heads: `[n, C, V]`."""
-    sums = decay.cumsum(-2)
-    keys, whole = _kept(k, sums)
+    since, until = sums(decay)
+    keys, whole = k * until.exp(), since[..., -1:, :].exp().mT
     if rate is None:
-        (weights,) = _scores(sums, k, q)
+        (weights,) = _scores(decay, k, q)
         states = Carried.apply(keys.mT @ v, whole, start, chunks)
     else:
-        weights, overlaps = _scores(sums, k, q, k)
-        given = _given(k, v, sums, rate, overlaps)
+        weights, overlaps = _scores(decay, k, q, k)
+        given = _given(k, v, since, rate, overlaps)
         states, v = Corrected.apply(*given, keys, whole, start, chunks)
-    return torch.baddbmm(weights @ v, q * sums.exp(), states)
+    return torch.baddbmm(weights @ v, q * since.exp(), states)
 
 
 def summarize(
@@ -95,6 +93,9 @@ def summarize(
     """
     wide = torch.promote_types(v_THV.dtype, torch.float32)
     tokens, heads, columns = v_THV.shape
+    if columns == 1 and log_decay.ndim == 3 and beta is None:
+        state, decay = Ran.apply(*(x.to(wide) for x in (k_THN, v_THV[..., 0], log_decay)))
+        return Summary(state=state[..., None], decay=decay[..., None])
     chunks = _grid([tokens], v_THV, closed=True)
     k, v, decay = (_laid(x, chunks, wide) for x in (k_THN, v_THV, log_decay))
     rates = (None,) * len(v) if beta is None else _laid(beta, chunks, wide)
@@ -109,11 +110,11 @@ def _left(k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None, *, chunks: G
     """What leaves the only segment from zeros, `[h, N, V]` of h heads; under the delta rule
     `[h, N, V + N]`, beside it what is left of each row of the state that enters."""
     heads = chunks.widths[-1]
-    sums = decay.cumsum(-2)
-    keys, whole = _kept(k, sums)
+    since, until = sums(decay)
+    keys, whole = k * until.exp(), since[..., -1:, :].exp().mT
     if rate is None:
         return Carried.apply(keys.mT @ v, whole, None, chunks)[-heads:]
-    new, reads = _given(k, v, sums, rate, *_scores(sums, k, k))
+    new, reads = _given(k, v, since, rate, *_scores(decay, k, k))
     rows = k.shape[-1]
     # the identity enters beside zeros, and nothing is written to its columns
     start = torch.eye(rows, dtype=v.dtype, device=v.device).expand(heads, -1, -1)
@@ -122,20 +123,14 @@ def _left(k: Tensor, v: Tensor, decay: Tensor, rate: Tensor | None, *, chunks: G
     return Corrected.apply(new, reads, keys, whole, start, chunks)[0][-heads:]
 
 
-def _scores(sums: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
+def _scores(decay: Tensor, k: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
     """Products of queries and keys, decayed from one token to the other, `[n, C, C]` of each."""
-    per = PerHead if sums.shape[-1] == 1 else PerRow
-    return per.apply(sums, k, *queries)
-
-
-def _kept(k: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys decayed to their chunk's end, and the decay of the whole chunk, `[n, N or 1, 1]`."""
-    last = sums[..., -1:, :]
-    return k * (last - sums).exp(), last.exp().mT
+    per = PerHead if decay.shape[-1] == 1 else PerRow
+    return per.apply(decay, k, *queries)
 
 
 def _given(
-    k: Tensor, v: Tensor, sums: Tensor, rate: Tensor, overlaps: Tensor
+    k: Tensor, v: Tensor, since: Tensor, rate: Tensor, overlaps: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The delta rule of a chunk as a whole: its new values, and what they read of the state.
 
@@ -143,7 +138,7 @@ def _given(
     triangular system, the same for the values and for the reads of the entering state.
     """
     solution = UnitLowerInverse.apply(overlaps * rate) * rate.mT
-    return solution @ v, solution @ (k * sums.exp())
+    return solution @ v, solution @ (k * since.exp())
 
 
 def _grid(lengths: Sequence[int], v_THV: Tensor, *, closed: bool = False) -> Grid:

@@ -1,4 +1,4 @@
-"""A run of tokens -> the affine map `S -> M S + E` it applies to the state; maps compose.
+"""A run of tokens -> the affine map `S -> M S + E` it applies to the state.
 
 Floor: kernels. Letters: H heads, N rows of the state, V its columns.
 """
@@ -24,15 +24,9 @@ class Summary:
 
 def apply(summary: Summary, state: Tensor) -> Tensor:
     """The state `[H, N, V]` that leaves the run if `state` entered: `M S + E`."""
-    return _decayed(summary.decay, state) + summary.state
+    return decayed(summary.decay, state) + summary.state
 
 
-def compose(later: Summary, earlier: Summary) -> Summary:
-    """The summary of two runs, the earlier one first."""
-    decay = _decayed(later.decay, earlier.decay)
-    return Summary(state=apply(later, earlier.state), decay=decay)
-
-
-def _decayed(decay: Tensor, state: Tensor) -> Tensor:
+def decayed(decay: Tensor, state: Tensor) -> Tensor:
     """`M S`; where N is 1, a matrix and a diagonal are the same."""
     return decay @ state if decay.shape[-1] > 1 else decay * state

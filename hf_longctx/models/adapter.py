@@ -111,7 +111,7 @@ class Adapter:
             assert home is not None
             raise ValueError(
                 f"{type(layer.module).__name__} called {layer.steps} of hf_longctx where "
-                f"{[*expected]} were expected; {_versions(home.__name__)}"
+                f"{[*expected]} were expected; {_remedy(home.__name__)}"
             )
 
 
@@ -172,14 +172,17 @@ def refuse_unknown(place: str, original: Any, parameters: str) -> None:
     if found != parameters:
         raise ValueError(
             f"{place} has parameters ({found}), but hf_longctx knows ({parameters}); "
-            f"{_versions(place)}"
+            f"{_remedy(place)}"
         )
 
 
-def _versions(place: str) -> str:
-    """The version of the library that a place is in, and the one that is known."""
+def _remedy(place: str) -> str:
+    """What to do where a function or a file of a library is not as it is known."""
     library = place.partition(".")[0]
-    return f"{library} is {sys.modules[library].__version__}, install {KNOWN[library]}"
+    version, known = sys.modules[library].__version__, KNOWN[library]
+    if f"{version}.".startswith(f"{known}."):
+        return f"{library} {version} is known, so something has changed {place} since; undo that"
+    return f"{library} is {version}, install {known}"
 
 
 def _dispatcher(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,7 +201,11 @@ def _forward(original: Callable[..., Any], adapter: Adapter) -> Callable[..., An
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         batch: LongCtxBatch | None = kwargs.get(KEY) or batch_of_block()
         if batch is None:
-            assert batch_of_model() is None, f"{KEY} was lost on its way to {type(self).__name__}"
+            if batch_of_model() is not None:
+                raise ValueError(
+                    f"{KEY} was lost on its way to {type(self).__name__}, so documents would run "
+                    "into each other; have the layers around it hand on their keyword arguments"
+                )
             return original(self, *args, **kwargs)
         with running_layer(self, batch) as layer:
             _count(layer)

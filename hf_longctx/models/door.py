@@ -7,6 +7,7 @@ documents (also padded or cached ones) go on as they came.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,10 @@ from .adapter import wrap_forward
 from .running import part_of_model_under_way, running_model
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # its name by version and family
+_IMAGES = (
+    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs",
+    "mm_token_type_ids",
+)  # fmt: skip
 _OTHER_BOUNDARIES = ("cu_seqlens", "cu_seqlens_cpu")  # as flash-linear-attention spells them
 
 
@@ -49,6 +54,8 @@ def _forward(
         given = dict(zip(names, args, strict=False), **kwargs)
         refuse_misspelt(given, known=known)
         batch = batch_in(given, plain=plain or not _on_cpu(given))
+        if batch is not None:  # a mark on the caller's object would let it into other models, too
+            batch = replace(batch, prepared=True)
         with running_model(self, batch, given.get("shift_labels")):
             if batch is None:
                 return original(self, *args, **kwargs)
@@ -73,7 +80,7 @@ def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | 
             rows, or are in a mask alone.
     """
     batch: LongCtxBatch | None = given.get(KEY)
-    if batch is None and _cached(given) is None:
+    if _cached(given) is None:
         for mask in _masks(given):
             _refuse_documents_in(mask)
     lengths = _documents(given) if batch is None else None
@@ -103,11 +110,12 @@ def batch_in(given: Mapping[str, Any], *, plain: bool = True) -> LongCtxBatch | 
 
 def _handed_on(batch: LongCtxBatch, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with the batch, and with positions for softmax layers that look at no more."""
-    batch.prepared = True
     changed = {**given, KEY: batch, "use_cache": False}
     changed.pop("attention_mask", None)  # all ones, which would hide boundaries in position_ids
     changed.pop("cu_seqlens", None)  # the layers would choose other functions by it
     positions = given.get("position_ids")
+    if positions is None or positions.dim() == 2:
+        _refuse_images(given)
     own = torch.from_numpy(batch.layout.positions(batch.rank)).to(_rows(given).device)
     own = own.view(_rows(given).shape[:2])
     if positions is None:
@@ -129,16 +137,33 @@ def _on_cpu(given: Mapping[str, Any]) -> bool:
     return any(isinstance(x, Tensor) and x.device.type == "cpu" for x in rows)
 
 
-def _masks(given: Mapping[str, Any]) -> list[Tensor]:
+def _refuse_images(given: Mapping[str, Any]) -> None:
+    """Refuse images and videos, whose places only three axes of positions tell.
+
+    Raises:
+        ValueError: naming what shows them.
+    """
+    for name in _IMAGES:
+        value = given.get(name)
+        if value is not None and (name != "mm_token_type_ids" or bool(value.any())):
+            raise ValueError(
+                f"{name} came with packed documents whose positions have no three axes, so images "
+                "would be rotated as text; give position_ids [3, batch, tokens], as the model's "
+                "get_rope_index forms them for each document alone, and cu_seq_lens_q"
+            )
+
+
+def _masks(given: Mapping[str, Any]) -> list[Any]:
     """What is given as attention mask, of each kind of layer where they differ."""
     mask = given.get("attention_mask")
     masks = mask.values() if isinstance(mask, Mapping) else (mask,)
-    return [mask for mask in masks if isinstance(mask, Tensor)]
+    return [mask for mask in masks if mask is not None]
 
 
 def _mask(given: Mapping[str, Any]) -> Tensor | None:
     """The attention mask, or the first of several, that hides anything."""
-    return next((mask for mask in _masks(given) if not bool(mask.all())), None)
+    masks = (mask for mask in _masks(given) if isinstance(mask, Tensor))
+    return next((mask for mask in masks if not bool(mask.all())), None)
 
 
 def _seen(scores: Tensor) -> Tensor:
@@ -146,14 +171,17 @@ def _seen(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.bool else scores == 0
 
 
-def _refuse_documents_in(mask: Tensor) -> None:
+def _refuse_documents_in(mask: Any) -> None:
     """Refuse a mask that tells documents apart, which recurrent layers do not look at.
 
     Raises:
-        ValueError: where it numbers documents, or hides a token from the next one of its row.
+        ValueError: where it numbers documents, hides a token from the next one of its row, or is no
+            tensor, so that it may do either.
     """
     found = ""
-    if mask.dim() == 2 and bool((mask > 1).any()):
+    if not isinstance(mask, Tensor):
+        found = f"is a {type(mask).__name__}"
+    elif mask.dim() == 2 and bool((mask > 1).any()):
         found = f"numbers documents (up to {int(mask.max())})"
     elif mask.dim() == 4 and mask.shape[-2] == mask.shape[-1]:
         real, before = (_seen(mask).diagonal(offset, -2, -1) for offset in (0, -1))

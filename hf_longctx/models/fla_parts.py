@@ -6,31 +6,12 @@ Floor: models. Letters: B batch, S tokens of a row, T = B S rows, C channels.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from torch import Tensor
 
-from ..attention.linear import convolve
 from .running import Running
-from .short_conv import CONV
+from .short_conv import convolved
 
 ROTARY = "rotary positions"
-
-
-def refuse_state(initial_state: Any, output_final_state: Any) -> None:
-    """Assert that a layer goes on from no state and hands none on."""
-    assert initial_state is None and not output_final_state, "the door refuses caches"
-
-
-def _convolve(
-    layer: Running, own: nn.Module, x: Tensor, weight: Tensor, bias: Any, activation: Any
-) -> Tensor:
-    """`[B, S, C]` in the input's dtype; `own` is the module that has the weights."""
-    x_TC = x.flatten(0, 1)
-    layer.begin(CONV, x_TC)
-    out = convolve(layer.batch, own, x_TC.to(weight.dtype), weight, bias)
-    if activation is not None:
-        out = ACT2FN[activation](out)
-    return out.to(x.dtype).unflatten(0, x.shape[:2])
 
 
 def short_convolution(
@@ -44,9 +25,8 @@ def short_convolution(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`ShortConvolution.forward`: `[B, S, C]` and no state."""
-    assert residual is None and mask is None, "no layer of these gives one"
-    refuse_state(cache, output_final_state)
-    return _convolve(layer, own, x, own.weight.squeeze(1), own.bias, own.activation), None
+    layer.refuse(residual=residual, mask=mask, cache=cache, output_final_state=output_final_state)
+    return convolved(layer, own, x, own.weight.squeeze(1), own.bias, own.activation), None
 
 
 def fused_convolution(
@@ -61,9 +41,10 @@ def fused_convolution(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The one convolution of queries, keys and values together: `[B, S, C]` and no state."""
-    assert residual is None, "no layer of these gives one"
-    refuse_state(initial_state, output_final_state)
-    return _convolve(layer, layer.module, x, weight, bias, activation), None
+    layer.refuse(
+        residual=residual, initial_state=initial_state, output_final_state=output_final_state
+    )
+    return convolved(layer, layer.module, x, weight, bias, activation), None
 
 
 def rotary(
@@ -77,7 +58,7 @@ def rotary(
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`RotaryEmbedding.forward` at each token's position in its document."""
-    assert own.scale is None and not own.interleaved, "no layer of these asks for it"
+    layer.refuse(scale=own.scale, interleaved=own.interleaved)
     layer.begin(ROTARY, q.flatten(0, 1))
     positions = torch.from_numpy(layer.batch.layout.positions(layer.batch.rank)).to(q.device)
     length = int(positions.max()) + 1 if len(positions) else 0

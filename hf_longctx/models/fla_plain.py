@@ -4,7 +4,7 @@ Floor: models. The library has Triton kernels alone, which need a GPU; on one th
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter
@@ -71,7 +71,12 @@ def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def cross_entropy(self: Any, input: Tensor, target: Tensor) -> Tensor:
-    """`FusedCrossEntropyLoss.forward` as the models make it, in float32 or wider."""
+    """`FusedCrossEntropyLoss.forward`, in float32 or wider.
+
+    Raises:
+        ValueError: where it has options that the models do not set.
+    """
+    _refuse_options(vars(self))
     return _token_loss(input, target, self.ignore_index, self.reduction)
 
 
@@ -84,8 +89,23 @@ def linear_cross_entropy(
     reduction: str = "mean",
     **kwargs: Any,
 ) -> Tensor:
-    """The loss of hidden states `[T, hidden]`."""
+    """The loss of hidden states `[T, hidden]`.
+
+    Raises:
+        ValueError: on options that the models do not set.
+    """
+    _refuse_options(kwargs)
     return _token_loss(F.linear(x, weight, bias), target, ignore_index, reduction)
+
+
+def _refuse_options(given: Mapping[str, Any]) -> None:
+    options = {name: given.get(name, plain) for name, plain in _PLAIN.items()}
+    changed = [f"{name}={value}" for name, value in options.items() if value != _PLAIN[name]]
+    if changed:
+        raise ValueError(
+            f"the loss of flash-linear-attention has {' and '.join(changed)}, which nothing here "
+            "computes on a CPU; leave the model's criterion to its default"
+        )
 
 
 def _token_loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
@@ -93,6 +113,15 @@ def _token_loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: st
     return F.cross_entropy(logits.to(wide), target, ignore_index=ignore_index, reduction=reduction)
 
 
+_PLAIN = {  # options of a loss that is the cross entropy alone
+    "label_smoothing": 0.0,
+    "logit_scale": 1.0,
+    "logit_softcapping": None,
+    "lse_square_scale": 0.0,
+    "return_z_loss": False,
+    "use_l2warp": False,
+    "process_group": None,
+}
 # By module and name; each looks these up at its call.
 _KERNELS = {
     ("fla.modules.norm.layernorm", "rms_norm"): Replacement(

@@ -11,47 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention.linear import recurrent
-from .fla_parts import refuse_state
-from .gated_delta import DELTA, unit
+from .gated_delta import DELTA, recurrence
 from .running import Running
 
 GATED, RETENTION = "gated linear attention", "retention"
-
-
-def _run(
-    layer: Running,
-    step: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    unit_rows: bool = False,
-) -> tuple[Tensor, None]:
-    """`[B, S, H, V]` in the query's dtype and no state.
-
-    Args:
-        layer (`Running`): The layer under way.
-        step (`str`): Which recurrence it is.
-        q, k (`Tensor`): `[B, S, K, N]`; each head serves H / K consecutive ones of values.
-        v (`Tensor`): `[B, S, H, V]`.
-        log_decay (`Tensor`): `[B, S, H]` or `[B, S, H, N]`.
-        beta (`Tensor`, *optional*): `[B, S, H]`.
-        scale (`float`, *optional*): Of the queries; N ** -0.5 by default.
-        unit_rows (`bool`, *optional*): Scale queries and keys to length 1 first.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_TKN, k_TKN, v_THV, decay = (x.flatten(0, 1).to(wide) for x in (q, k, v, log_decay))
-    layer.begin(step, q_TKN)
-    if unit_rows:
-        q_TKN, k_TKN = unit(q_TKN), unit(k_TKN)
-    q_TKN = q_TKN * (q.shape[-1] ** -0.5 if scale is None else scale)
-    beta_TH = None if beta is None else beta.flatten(0, 1).to(wide)
-    out = recurrent(step, layer.batch, layer.module, q_TKN, k_TKN, v_THV, decay, beta_TH)
-    return out.to(q.dtype).unflatten(0, q.shape[:2]), None
 
 
 def gated_linear_attention(
@@ -67,10 +30,10 @@ def gated_linear_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """GLA: `g` or `gk`, `[B, S, H, N]`, is the log of the decay of each row of the state."""
-    refuse_state(initial_state, output_final_state)
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
     log_decay = gk if g is None else g
     assert log_decay is not None
-    return _run(layer, GATED, q, k, v, log_decay, scale=scale)
+    return recurrence(layer, GATED, q, k, v, log_decay, scale=scale)
 
 
 def retention(
@@ -84,11 +47,11 @@ def retention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """RetNet: head h decays by 1 - 2 ** (-5 - h) a token."""
-    refuse_state(initial_state, output_final_state)
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
     wide = torch.promote_types(q.dtype, torch.float32)
     exponents = -5 - torch.arange(v.shape[2], device=q.device, dtype=wide)
     log_decay_H = torch.log1p(-torch.exp2(exponents))
-    return _run(layer, RETENTION, q, k, v, log_decay_H.expand(v.shape[:3]), scale=scale)
+    return recurrence(layer, RETENTION, q, k, v, log_decay_H.expand(v.shape[:3]), scale=scale)
 
 
 def delta_rule(
@@ -104,10 +67,10 @@ def delta_rule(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """DeltaNet: the delta rule without a decay."""
-    refuse_state(initial_state, output_final_state)
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
     stay = torch.zeros_like(beta)
     unit_rows = use_qk_l2norm_in_kernel
-    return _run(layer, DELTA, q, k, v, stay, beta, scale=scale, unit_rows=unit_rows)
+    return recurrence(layer, DELTA, q, k, v, stay, beta, scale=scale, unit_rows=unit_rows)
 
 
 def gated_delta_rule(
@@ -130,7 +93,7 @@ def gated_delta_rule(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Gated DeltaNet (`g` of `[B, S, H]`) and KDA (`[B, S, H, N]`): gates are formed here."""
-    refuse_state(initial_state, output_final_state)
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
     wide = torch.promote_types(q.dtype, torch.float32)
     log_decay, rate = g.to(wide), beta.to(wide)
     if use_gate_in_kernel:
@@ -146,4 +109,4 @@ def gated_delta_rule(
     if use_beta_sigmoid_in_kernel:
         rate = rate.sigmoid() * (2 if allow_neg_eigval else 1)
     unit_rows = use_qk_l2norm_in_kernel
-    return _run(layer, DELTA, q, k, v, log_decay, rate, scale=scale, unit_rows=unit_rows)
+    return recurrence(layer, DELTA, q, k, v, log_decay, rate, scale=scale, unit_rows=unit_rows)

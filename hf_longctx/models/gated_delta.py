@@ -17,7 +17,42 @@ from .short_conv import CONV, CONV_REPLACEMENT
 DELTA = "gated delta rule"
 
 
-def unit(rows: Tensor) -> Tensor:
+def recurrence(
+    layer: Running,
+    step: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    unit_rows: bool = False,
+) -> tuple[Tensor, None]:
+    """`[B, S, H, V]` in the query's dtype and no state, also of recurrences without the rule.
+
+    Args:
+        layer (`Running`): The layer under way.
+        step (`str`): Which recurrence it is.
+        q, k (`Tensor`): `[B, S, K, N]`; each head serves H / K consecutive ones of values.
+        v (`Tensor`): `[B, S, H, V]`.
+        log_decay (`Tensor`): `[B, S, H]`, or `[B, S, H, N]` for one per row of the state.
+        beta (`Tensor`, *optional*): `[B, S, H]`, the delta rule's rate.
+        scale (`float`, *optional*): Of the queries; N ** -0.5 by default.
+        unit_rows (`bool`, *optional*): Scale queries and keys to length 1 first.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_TKN, k_TKN, v_THV, decay = (x.flatten(0, 1).to(wide) for x in (q, k, v, log_decay))
+    layer.begin(step, q_TKN)
+    if unit_rows:
+        q_TKN, k_TKN = _unit(q_TKN), _unit(k_TKN)
+    q_TKN = q_TKN * (q.shape[-1] ** -0.5 if scale is None else scale)
+    beta_TH = None if beta is None else beta.flatten(0, 1).to(wide)
+    out = recurrent(step, layer.batch, layer.module, q_TKN, k_TKN, v_THV, decay, beta_TH)
+    return out.to(q.dtype).unflatten(0, q.shape[:2]), None
+
+
+def _unit(rows: Tensor) -> Tensor:
     """Rows scaled to length 1, as flash-linear-attention does it."""
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
 
@@ -35,25 +70,13 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`[B, S, H, V]` in the query's dtype and no state, as the original without a cache.
+    """The recurrence as the original without a cache; `g` is the log of the decay.
 
-    Args:
-        layer (`Running`): The layer under way.
-        query, key (`Tensor`): `[B, S, K, N]`.
-        value (`Tensor`): `[B, S, H, V]`.
-        g (`Tensor`): Log of the decay, `[B, S, H]`, or `[B, S, H, N]` for one per row of the state.
-        beta (`Tensor`): `[B, S, H]`.
-        kwargs: `chunk_size`, and what does not matter to the original either.
+    `kwargs` are `chunk_size`, and what does not matter to the original either.
     """
-    assert initial_state is None and not output_final_state, "documents are packed: no cache"
-    wide = torch.promote_types(query.dtype, torch.float32)
-    q, k, v, log_decay, rate = (x.flatten(0, 1).to(wide) for x in (query, key, value, g, beta))
-    layer.begin(DELTA, q)
-    if use_qk_l2norm_in_kernel:
-        q, k = unit(q), unit(k)
-    q = q * q.shape[-1] ** -0.5
-    out = recurrent(DELTA, layer.batch, layer.module, q, k, v, log_decay, rate)
-    return out.to(query.dtype).unflatten(0, query.shape[:2]), None
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
+    unit_rows = use_qk_l2norm_in_kernel
+    return recurrence(layer, DELTA, query, key, value, g, beta, unit_rows=unit_rows)
 
 
 ADAPTERS = (

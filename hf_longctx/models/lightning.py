@@ -25,7 +25,7 @@ def lightning_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`[B, S, hidden]` and no state: the layer's forward, whose recurrence is inline there."""
-    assert attention_mask is None and cache is None, "documents are packed: no padding, no cache"
+    layer.refuse(attention_mask=attention_mask, cache=cache)
     own: Any = layer.module
     qkv = own.act_fn(own.qkv_proj(hidden_states))
     qkv_THD = qkv.flatten(0, 1).unflatten(-1, (own.num_attention_heads, 3 * own.head_dim))

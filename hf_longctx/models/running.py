@@ -30,10 +30,32 @@ class Running:
     steps: list[str] = field(default_factory=list)
 
     def begin(self, step: str, rows: Tensor) -> None:
-        """Note that a function of ours runs on `rows`, `[T, ...]` with the batch's tokens."""
+        """Note that a function of ours runs on `rows`, `[T, ...]` with the batch's tokens.
+
+        Raises:
+            ValueError: where there are more or fewer.
+        """
         held = self.batch.layout.rows(self.batch.rank)
-        assert len(rows) == held, (type(self.module).__name__, len(rows), held)
+        if len(rows) != held:
+            raise ValueError(
+                f"{type(self.module).__name__} gave its {step} {len(rows)} rows of packed "
+                f"documents with {held} tokens; pass every layer the rows that the model was given"
+            )
         self.steps.append(step)
+
+    def refuse(self, **given: Any) -> None:
+        """Refuse arguments of the original that no function of ours takes.
+
+        Raises:
+            ValueError: naming the layer and those that are set.
+        """
+        found = " and ".join(name for name, x in given.items() if x is not None and x is not False)
+        if found:
+            raise ValueError(
+                f"{type(self.module).__name__} was given {found} with packed documents, which is "
+                "not computed per document; set use_cache=False and leave out masks and options "
+                "that the model does not set itself"
+            )
 
 
 _LAYER: ContextVar[Running | None] = ContextVar("hf_longctx_layer", default=None)

@@ -44,7 +44,7 @@ def selective_scan(
         z (`Tensor`, *optional*): `[B, H, S]`, a gate.
         kwargs: Ways to compute the original, and what does not matter to it either.
     """
-    assert not return_last_state, "documents are packed: no cache"
+    layer.refuse(return_last_state=return_last_state)
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     given = (hidden_states, dt, B, C)
     x, time, keys, queries = (t.transpose(1, 2).flatten(0, 1).to(wide) for t in given)

@@ -6,7 +6,7 @@ Letters: B batch, S tokens of a row, T = B S rows, C channels, W taps.
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..attention.linear import convolve
@@ -14,6 +14,18 @@ from .adapter import Adapter, Replacement
 from .running import Running
 
 CONV = "convolution"
+
+
+def convolved(
+    layer: Running, own: nn.Module, x: Tensor, weight: Tensor, bias: Any, activation: Any
+) -> Tensor:
+    """`[B, S, C]` in the input's dtype; `own` is the module that has the weights `[C, W]`."""
+    x_TC = x.flatten(0, 1)
+    layer.begin(CONV, x_TC)
+    out = convolve(layer.batch, own, x_TC.to(weight.dtype), weight, bias)
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(x.dtype).unflatten(0, x.shape[:2])
 
 
 def causal_conv1d(
@@ -25,13 +37,8 @@ def causal_conv1d(
     **kwargs: Any,
 ) -> Tensor:
     """`[B, C, S]` in the input's dtype, as the original; `kwargs` do not matter to it either."""
-    x_TC = hidden_states.transpose(1, 2).flatten(0, 1)
-    layer.begin(CONV, x_TC)
-    out = convolve(layer.batch, layer.module, x_TC.to(weight.dtype), weight, bias)
-    if activation is not None:
-        out = ACT2FN[activation](out)
-    by_row = out.to(hidden_states.dtype).unflatten(0, hidden_states.shape[::2])
-    return by_row.transpose(1, 2)
+    rows = hidden_states.transpose(1, 2)
+    return convolved(layer, layer.module, rows, weight, bias, activation).transpose(1, 2)
 
 
 CONV_REPLACEMENT = Replacement(causal_conv1d, "hidden_states weight bias activation kwargs")

@@ -49,8 +49,7 @@ def chunk_scan(
         D (`Tensor`, *optional*): Of each head: how much of its input a token gives as it is.
         kwargs: What does not matter to the original either.
     """
-    cached = initial_states is not None or return_final_states
-    assert z is None and not cached, "documents are packed: no cache"
+    layer.refuse(z=z, initial_states=initial_states, return_final_states=return_final_states)
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     x, time, keys, queries = (t.flatten(0, 1).to(wide) for t in (hidden_states, dt, B, C))
     layer.begin(SCAN, x)

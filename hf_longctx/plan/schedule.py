@@ -1,7 +1,7 @@
 """A layout, a state's size and a link -> the schedule of its scan, and the pieces of a chain.
 
 Floor: plan. One send takes `hop + bytes / rate` seconds; D are the bytes of a state, D' with its M,
-and P the ranks of the document that lies on most, which all others wait for least:
+and P how many ranks share one document, at most: its scan takes longest.
 
     chain       (P - 2 + K) (hop + D / (K rate))           in K pieces
     tree        ceil(log2 P) (hop + D' / rate)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, linalg
 
 from ..kernels.merge import merge
+from ..kernels.summary import decayed
 
 _Views = Sequence[Tensor]
 
@@ -24,10 +25,10 @@ def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
                 view.add_(value)
     elif how == "affine":
         (offset,), (decay,), (entering,) = parts
-        target[0].copy_(offset + apply(decay, entering))
+        target[0].copy_(offset + _decayed(decay, entering))
     elif how == "product":
         (later,), (earlier,) = parts
-        target[0].copy_(apply(later, earlier))
+        target[0].copy_(_decayed(later, earlier))
     elif how == "delta":
         grad_out, out, lse = parts[0]
         wide = lse.dtype
@@ -46,8 +47,6 @@ def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
         target[1].copy_(lse[..., None])
 
 
-def apply(decay: Tensor, state_NHV: Tensor) -> Tensor:
-    """M S: factors `[1, H, 1]` of heads, or `[N, H, 1]` of their rows, or matrices `[N, H, N]`."""
-    if decay.shape[-1] == 1:
-        return decay * state_NHV
-    return torch.einsum("nhm,mhv->nhv", decay, state_NHV)
+def _decayed(decay: Tensor, state_NHV: Tensor) -> Tensor:
+    """M S of arrays by rows: M is `[1, H, 1]`, `[N, H, 1]` or `[N, H, N]`."""
+    return decayed(decay.transpose(0, 1), state_NHV.transpose(0, 1)).transpose(0, 1)

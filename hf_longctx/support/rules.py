@@ -99,12 +99,19 @@ def _selected_keys(config: Any) -> object:
 
 
 def _fla_parts(config: Any) -> object:
-    """Softmax layers and residual attention that it computes with kernels of its own, and terms of
-    its loss that are no sum over tokens."""
+    """Softmax layers and residual attention that it computes with kernels of its own, terms of its
+    loss that are no sum over tokens, and bounds that its kernels refuse."""
     if getattr(config, "model_type", None) not in FLA_FAMILIES:
         return None
-    unlike = "hidden_act=powlu" if getattr(config, "hidden_act", None) == "powlu" else None
-    return unlike or _field("attn", "attnres_block_size", "use_l2warp")(config)
+    if getattr(config, "hidden_act", None) == "powlu":
+        return "hidden_act=powlu"
+    if config.model_type == "gla" and getattr(config, "attn_mode", "") == "fused_chunk":
+        return "attn_mode=fused_chunk"
+    if getattr(config, "safe_gate", False):
+        bound = getattr(config, "lower_bound", None)
+        if bound is None or not -5 <= bound < 0:
+            return f"safe_gate=True with lower_bound={bound}"
+    return _field("attn", "attnres_block_size", "use_l2warp")(config)
 
 
 WITH_SDPA = "train it with attn_implementation='sdpa' for now"
@@ -113,7 +120,8 @@ FLA_PARTS = Rule(
     "options of flash-linear-attention",
     _fla_parts,
     "nothing here computes them per document",
-    "set attn, attnres_block_size and use_l2warp to None, and hidden_act to swish",
+    "set attn, attnres_block_size and use_l2warp to None, hidden_act to swish, attn_mode to chunk, "
+    "and under safe_gate a lower_bound from -5 up to 0",
 )
 
 MODEL_RULES: tuple[Rule, ...] = (
