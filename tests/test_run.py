@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import torch
+from launching import ROOT
 from plain_loop import weights_of
-from run_scripts import ROOT, documents_of, full_batch, launch, training_flags
+from run_scripts import documents_of, full_batch, launch, training_flags
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -31,6 +32,7 @@ def test_an_unmodified_trainer_script(checkpoint):
     printed = launch(
         str(SCRIPT), "--model", str(checkpoint / "model"), "--attn_implementation", "distca",
         "--data", str(checkpoint / "texts" / "train.jsonl"), *training_flags(checkpoint, "stock"),
+        forked=False,
     )  # fmt: skip
     history = json.loads((checkpoint / "stock" / "history.json").read_text())
     steps = [entry for entry in history if "loss" in entry]
