@@ -87,12 +87,12 @@ def test_b62_a_trainer_that_is_killed_ends_everything(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
 def test_b62_servers_end_with_a_launcher_that_is_killed(tmp_path):
-    with launching(lose_cases.__file__, str(tmp_path), "launcher") as launch:
+    with launching(lose_cases.__file__, str(tmp_path), "launcher") as under_way:
         until(lambda: len([*tmp_path.glob("ready*")]) == 2, seconds=120)
-        assert len(launch.processes()) == 5  # the launcher, two trainers, two servers
-        launch.process.kill()
-        launch.process.join()
-        until(lambda: not launch.processes(), seconds=30)
+        assert len(under_way.processes()) == 5  # the launcher, two trainers, two servers
+        under_way.process.kill()
+        under_way.process.join()
+        until(lambda: not under_way.processes(), seconds=30)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")

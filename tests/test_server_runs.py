@@ -89,14 +89,14 @@ def test_the_token_is_its_owners_and_goes_with_the_run(cases, name):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
 def test_b62_servers_end_with_a_trainer_that_is_killed(tmp_path):
-    with launching(server_cases.__file__, str(tmp_path), "holds") as launch:
+    with launching(server_cases.__file__, str(tmp_path), "holds") as under_way:
         held = [tmp_path / "holds" / f"holds{rank}" for rank in range(2)]
         until(lambda: all(path.exists() for path in held), seconds=120)
-        (server,) = [pid for pid in launch.processes() if _serves(pid)]
+        (server,) = [pid for pid in under_way.processes() if _serves(pid)]
         os.kill(int(held[0].read_text()), signal.SIGKILL)  # the trainer that started it
         until(lambda: not Path(f"/proc/{server}").exists(), seconds=5)
-        until(lambda: not launch.processes(), seconds=30)
-        assert launch.wait(seconds=10) != 0, launch.printed()[-4000:]
+        until(lambda: not under_way.processes(), seconds=30)
+        assert under_way.wait(seconds=10) != 0, under_way.printed()[-4000:]
 
 
 def _serves(pid: int) -> bool:

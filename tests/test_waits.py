@@ -27,12 +27,12 @@ def test_b62_a_trainer_asleep_outside_an_exchange_ends_the_run(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
 def test_b62_ranks_end_with_a_launcher_that_is_killed(tmp_path):
-    with launching(wait_cases.__file__, str(tmp_path), "waits") as launch:
+    with launching(wait_cases.__file__, str(tmp_path), "waits") as under_way:
         half = ["30.0"] * 2  # of the default group's 60 seconds
         until(lambda: [p.read_text() for p in tmp_path.glob("waiting*")] == half, seconds=120)
-        launch.process.kill()
-        launch.process.join()
-        until(lambda: not launch.processes(), seconds=20)
+        under_way.process.kill()
+        under_way.process.join()
+        until(lambda: not under_way.processes(), seconds=20)
 
 
 def until(done: Callable[[], bool], *, seconds: float) -> None:
