@@ -192,7 +192,8 @@ def test_a_batch_size_that_was_set_is_refused(checkpoint, caplog):
 
 def test_a_lost_trainer_is_waited_for_no_longer_than_with_our_own_arguments(checkpoint, tmp_path):
     flags = training_flags(checkpoint, "waits")
-    code = "from transformers import *\n"
+    code = "from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer\n"
+    code += "from transformers import TrainingArguments\n"
     code += "a = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()[0]\n"
     code += f"m = AutoModelForCausalLM.from_pretrained({str(checkpoint / 'model')!r})\n"
     code += "t = Trainer(m, a, train_dataset=[{'input_ids': [1, 2, 3]}])\n"
