@@ -12,12 +12,14 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
@@ -49,7 +51,8 @@ class Launch:
     """A launch under way.
 
     Args:
-        process (`BaseProcess`): The launcher, which leads a session.
+        process (`BaseProcess`): The launcher, or what waits for it where that is a command; it
+            leads a session.
         marker (`str`): In the environment of its programs.
         output (`Path`): What all of its processes print.
     """
@@ -70,15 +73,27 @@ class Launch:
 
     def processes(self) -> list[int]:
         """Those that still run: the launcher, its ranks, and what they started."""
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                mark = f"{MARKER}={self.marker}".encode() in (place / "environ").read_bytes()
-                if mark or os.getsid(int(place.name)) == self.process.pid:
-                    found.append(int(place.name))
-            except OSError:  # it ended meanwhile, or is another user's
-                continue
-        return found
+        assert self.process.pid is not None
+        return _processes_of(self.marker, session=self.process.pid)
+
+
+def _processes_of(marker: str, *, session: int) -> list[int]:
+    """Programs that were started with a marker, and forks in a session."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = f"{MARKER}={marker}".encode() in (place / "environ").read_bytes()
+            if marked or os.getsid(int(place.name)) == session:
+                found.append(int(place.name))
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+    return found
+
+
+def _kill(processes: Iterable[int]) -> None:
+    for number in processes:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
 
 
 @contextmanager
@@ -106,24 +121,25 @@ def launching(*arguments: str, forked: bool = True, **more: str) -> Iterator[Lau
         try:
             yield launch
         finally:
-            for number in launch.processes():
-                os.kill(number, signal.SIGKILL)
+            _kill(launch.processes())
             process.join()
 
 
 def _launcher(
     command: list[str], environment: Mapping[str, str], output: str, forked: bool
 ) -> None:
+    tests = multiprocessing.parent_process()
+    assert tests is not None and tests.is_alive()
     os.setsid()
     os.chdir(ROOT)
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+    ends_with = (tests, environment[MARKER])
+    threading.Thread(target=_end_with, args=ends_with, daemon=True).start()
     if not forked:
-        _end_with_parent(signal.SIGKILL)
         words = [sys.executable, "-m", "accelerate.commands.launch", *command]
-        os.execve(sys.executable, words, environment)
-    threading.Thread(target=_end_with_tests, daemon=True).start()
+        sys.exit(subprocess.call(words, env=environment))
     os.environ.clear()
     os.environ.update(environment)
 
@@ -134,19 +150,13 @@ def _launcher(
     launch_command(launch_command_parser().parse_args(command))
 
 
-def _end_with_parent(number: signal.Signals) -> None:
-    """Have Linux send this process a signal when its parent ends."""
-    from torch.multiprocessing import _prctl_pr_set_pdeathsig
-
-    _prctl_pr_set_pdeathsig(number)
-
-
-def _end_with_tests() -> None:
-    """The fork server, which is the parent, lives as long as its forks."""
-    tests = multiprocessing.parent_process()
-    assert tests is not None
+def _end_with(tests: Any, marker: str) -> None:
+    """Kill the launch when the process is gone that wanted it."""
     tests.join()
-    os.killpg(0, signal.SIGKILL)
+    for _ in range(2):
+        _kill({*_processes_of(marker, session=os.getpid())} - {os.getpid()})
+        time.sleep(0.2)  # that some take which are just being started
+    _kill([os.getpid()])
 
 
 def _run(run: Any, arguments: Any) -> None:
@@ -172,12 +182,14 @@ def _module(name: str, *arguments: str) -> None:
 
 
 def _become_a_rank(*words: str) -> None:
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig
+
     from hf_longctx.training import groups
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the launcher's agent handles them
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _end_with_parent(signal.SIGTERM)
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)
     groups._LAUNCHER = os.getppid()  # it was imported in another process
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
