@@ -68,13 +68,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    add_check(commands)
-    add_verify(commands)
-    _add_bench(commands)
-    add_cluster(commands)
-    add_serve(commands)
-    add_profile(commands)
-    arguments, unknown = parser.parse_known_args(argv)
+    each: dict[str, Callable[[Any], None]] = {
+        "check": add_check,
+        "verify": add_verify,
+        "bench": _add_bench,
+        "cluster": add_cluster,
+        "serve": add_serve,
+        "profile": add_profile,
+    }
+    given = sys.argv[1:] if argv is None else argv
+    # One that is named is added alone: a server must not import Transformers for verify's flags.
+    for name in each.keys() & {*given[:1]} or each:
+        each[name](commands)
+    arguments, unknown = parser.parse_known_args(given)
     if unknown:
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return arguments

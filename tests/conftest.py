@@ -23,6 +23,7 @@ LONG = (
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that asks the hub for a file fails at once
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores; sums keep one order
+os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for a device as it is imported
 # Modeling files that find flash-linear-attention take its kernels, which no CPU runs.
 sys.modules["fla"] = None  # type: ignore[assignment]
 
@@ -30,8 +31,11 @@ sys.modules["fla"] = None  # type: ignore[assignment]
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator["RankPool"]:
     """Four gloo ranks, started by the first test that sends them a job."""
-    from hf_longctx.comm.processes import RankPool  # after the settings above
+    from launching import fork_server  # after the settings above
 
+    from hf_longctx.comm.processes import RankPool
+
+    fork_server()
     with RankPool(4) as pool:
         yield pool
 

@@ -6,14 +6,12 @@ A batch holds all documents, so that every step is a full batch, whatever the or
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from launching import launching
 from plain_loop import token_loss, weights_of
 from tiny import Document, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,7 +19,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_longctx.data.packing import Piece
 
-ROOT = Path(__file__).parents[1]
 LENGTHS = (150, 5, 60, 22, 1, 12)  # the first spans both ranks
 STEPS = 3
 RATE = 0.1
@@ -45,21 +42,13 @@ def make_checkpoint(place: Path) -> None:
     (place / "texts" / "train.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def launch(*command: str, processes: int = 2) -> str:
+def launch(*command: str, processes: int = 2, forked: bool = True) -> str:
     """Run a command under `accelerate launch` as the README says; what it printed."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    start += [str(ROOT / "accelerate_configs" / "cpu_2.yaml")]
-    ended = subprocess.run(
-        [*start, "--num_processes", str(processes), "-m", "hf_longctx.run", *command],
-        env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=240,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout[-6000:]
-    return ended.stdout
+    words = ("--num_processes", str(processes), "-m", "hf_longctx.run", *command)
+    with launching(*words, forked=forked, HF_HUB_DISABLE_TELEMETRY="1") as under_way:
+        code = under_way.wait(seconds=240)
+        assert code == 0, under_way.printed()[-6000:]
+        return under_way.printed()
 
 
 def documents_of(folder: Path, *, end: bool) -> list[Document]:

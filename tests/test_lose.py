@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +11,10 @@ from typing import Any
 import lose_cases
 import numpy as np
 import pytest
+from launching import launching
 from lose_cases import STRUCK
 from test_waits import until
-from train_cases import MARKER, ROOT, launch, marked
+from train_cases import launch
 
 from hf_longctx.training import groups
 
@@ -89,19 +87,12 @@ def test_b62_a_trainer_that_is_killed_ends_everything(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
 def test_b62_servers_end_with_a_launcher_that_is_killed(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(ROOT / "accelerate_configs" / "cpu_2.yaml"), lose_cases.__file__]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), MARKER: str(tmp_path)}
-    launcher = subprocess.Popen([*command, str(tmp_path), "launcher"], env=environment)
-    try:
+    with launching(lose_cases.__file__, str(tmp_path), "launcher") as under_way:
         until(lambda: len([*tmp_path.glob("ready*")]) == 2, seconds=120)
-        assert len(marked(str(tmp_path))) == 5  # the launcher, two trainers, two servers
-        launcher.kill()
-        launcher.wait()
-        until(lambda: not marked(str(tmp_path)), seconds=30)
-    finally:
-        for process in marked(str(tmp_path)):
-            os.kill(process, signal.SIGKILL)
+        assert len(under_way.processes()) == 5  # the launcher, two trainers, two servers
+        under_way.process.kill()
+        under_way.process.join()
+        until(lambda: not under_way.processes(), seconds=30)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from launching import ROOT
 from tiny import tiny
-from train_cases import ROOT, launch
+from train_cases import launch
 from words import said, tokenizer
 
 RECIPE = ROOT / "recipes" / "sft.py"

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import torch
+from launching import ROOT
 from plain_loop import weights_of
-from run_scripts import ROOT, documents_of, full_batch, launch, training_flags
+from run_scripts import documents_of, full_batch, launch, training_flags
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -31,6 +32,7 @@ def test_an_unmodified_trainer_script(checkpoint):
     printed = launch(
         str(SCRIPT), "--model", str(checkpoint / "model"), "--attn_implementation", "distca",
         "--data", str(checkpoint / "texts" / "train.jsonl"), *training_flags(checkpoint, "stock"),
+        forked=False,
     )  # fmt: skip
     history = json.loads((checkpoint / "stock" / "history.json").read_text())
     steps = [entry for entry in history if "loss" in entry]
@@ -190,7 +192,8 @@ def test_a_batch_size_that_was_set_is_refused(checkpoint, caplog):
 
 def test_a_lost_trainer_is_waited_for_no_longer_than_with_our_own_arguments(checkpoint, tmp_path):
     flags = training_flags(checkpoint, "waits")
-    code = "from transformers import *\n"
+    code = "from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer\n"
+    code += "from transformers import TrainingArguments\n"
     code += "a = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()[0]\n"
     code += f"m = AutoModelForCausalLM.from_pretrained({str(checkpoint / 'model')!r})\n"
     code += "t = Trainer(m, a, train_dataset=[{'input_ids': [1, 2, 3]}])\n"

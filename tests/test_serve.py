@@ -40,7 +40,7 @@ from hf_longctx.training import servers as module
 from hf_longctx.training.groups import Group, servers_of_a_group
 from hf_longctx.training.server_memory import limit_memory
 from hf_longctx.training.servers import Servers
-from hf_longctx.training.spawn import spawn
+from hf_longctx.training.spawn import _COMMAND, spawn
 
 TOKEN, ME = b"a" * 64, Visitor(name="me", device="cpu")
 
@@ -314,17 +314,26 @@ def test_a_server_that_does_not_start_ends_the_run_with_its_last_words(monkeypat
     assert not list(tmp_path.glob("*.token"))
 
 
-def serve(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hf_longctx.cli", "serve", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+def turned_down(listener: Listener, folder: Path, *start: str) -> str:
+    """What a server says that is started by `python START serve` with a wrong token."""
+    (folder / "token").write_bytes(b"b" * 64)
+    join = ("--join", f"127.0.0.1:{listener.port}", "--token-file", str(folder / "token"))
+    command = [sys.executable, *start, "serve", *join]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2
+    return ended.stderr
 
 
 def test_a_wrong_token_ends_the_command_with_2_and_why(listener, tmp_path):
-    (tmp_path / "token").write_bytes(b"b" * 64)
-    flags = ("--join", f"127.0.0.1:{listener.port}", "--token-file", str(tmp_path / "token"))
-    ended = serve(*flags)
-    assert ended.returncode == 2
-    assert "hf-longctx serve: the trainers turn this server down: its token" in ended.stderr
+    said = turned_down(listener, tmp_path, "-m", "hf_longctx.cli")
+    assert "hf-longctx serve: the trainers turn this server down: its token" in said
+
+
+def test_a_trainers_server_imports_no_transformers(listener, tmp_path):
+    _, *start, _ = _COMMAND
+    said = turned_down(listener, tmp_path, "-X", "importtime", *start)
+    imported = {line.split("|")[-1].strip() for line in said.splitlines() if "|" in line}
+    assert {"torch", "hf_longctx.runtime.server"} <= imported and "transformers" not in imported
 
 
 @pytest.mark.parametrize(

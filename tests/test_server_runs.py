@@ -6,15 +6,15 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import server_cases
+from launching import launching
 from test_waits import until
-from train_cases import MARKER, ROOT, launch, marked
+from train_cases import launch
 
 PAIRS = {"one": "in_place", "two": "in_place", "one_each": "groups_in_place"}
 PEAK = re.compile("at most ([0-9,]+) held")
@@ -89,25 +89,14 @@ def test_the_token_is_its_owners_and_goes_with_the_run(cases, name):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
 def test_b62_servers_end_with_a_trainer_that_is_killed(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(ROOT / "accelerate_configs" / "cpu_2.yaml"), server_cases.__file__]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), MARKER: str(tmp_path)}
-    output = tmp_path / "output"
-    with output.open("w") as file:
-        launcher = subprocess.Popen(
-            [*command, str(tmp_path), "holds"], env=environment, stdout=file, stderr=file
-        )
-    try:
+    with launching(server_cases.__file__, str(tmp_path), "holds") as under_way:
         held = [tmp_path / "holds" / f"holds{rank}" for rank in range(2)]
         until(lambda: all(path.exists() for path in held), seconds=120)
-        (server,) = [pid for pid in marked(str(tmp_path)) if _serves(pid)]
+        (server,) = [pid for pid in under_way.processes() if _serves(pid)]
         os.kill(int(held[0].read_text()), signal.SIGKILL)  # the trainer that started it
         until(lambda: not Path(f"/proc/{server}").exists(), seconds=5)
-        until(lambda: not marked(str(tmp_path)), seconds=30)
-        assert launcher.wait(timeout=10) != 0, output.read_text()[-4000:]
-    finally:
-        for process in marked(str(tmp_path)):
-            os.kill(process, signal.SIGKILL)
+        until(lambda: not under_way.processes(), seconds=30)
+        assert under_way.wait(seconds=10) != 0, under_way.printed()[-4000:]
 
 
 def _serves(pid: int) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
 import wait_cases
-from train_cases import MARKER, ROOT, launch, marked
+from launching import launching
+from train_cases import launch
 
 from hf_longctx import LongCtxTrainingArguments
 
@@ -29,19 +27,12 @@ def test_b62_a_trainer_asleep_outside_an_exchange_ends_the_run(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
 def test_b62_ranks_end_with_a_launcher_that_is_killed(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(ROOT / "accelerate_configs" / "cpu_2.yaml"), wait_cases.__file__]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), MARKER: str(tmp_path)}
-    launcher = subprocess.Popen([*command, str(tmp_path), "waits"], env=environment)
-    try:
+    with launching(wait_cases.__file__, str(tmp_path), "waits") as under_way:
         half = ["30.0"] * 2  # of the default group's 60 seconds
         until(lambda: [p.read_text() for p in tmp_path.glob("waiting*")] == half, seconds=120)
-        launcher.kill()
-        launcher.wait()
-        until(lambda: not marked(str(tmp_path)), seconds=20)
-    finally:
-        for process in marked(str(tmp_path)):
-            os.kill(process, signal.SIGKILL)
+        under_way.process.kill()
+        under_way.process.join()
+        until(lambda: not under_way.processes(), seconds=20)
 
 
 def until(done: Callable[[], bool], *, seconds: float) -> None:

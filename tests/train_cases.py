@@ -11,17 +11,14 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-MARKER = "HF_LONGCTX_TEST"  # in the environment of all processes of a launch
+from launching import launching
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,45 +344,17 @@ def launch(
     processes: int,
     timeout: float = 240.0,
     script: str = __file__,
+    forked: bool = True,
 ) -> Launched:
     """Run a script's cases under `accelerate launch` with the committed configuration."""
-    marker = uuid.uuid4().hex
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml")]
-    command += ["--num_processes", str(processes), script, str(folder), *names]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, MARKER: marker}
-    try:
-        ended = subprocess.run(
-            command,
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-        )
+    command = ("--num_processes", str(processes), script, str(folder), *names)
+    with launching(*command, forked=forked) as under_way:
+        code = under_way.wait(seconds=timeout)
         at = time.time()
-        left = marked(marker)
-        if left:
+        if under_way.processes():
             time.sleep(1)
-            left = marked(marker)
-    finally:
-        for process in marked(marker):
-            os.kill(process, signal.SIGKILL)
-    return Launched(code=ended.returncode, output=ended.stdout, ended=at, left=left)
-
-
-def marked(marker: str) -> list[int]:
-    """Processes whose environment holds a launch's marker."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARKER}={marker}".encode() in (place / "environ").read_bytes():
-                found.append(int(place.name))
-        except OSError:  # it ended meanwhile, or is another user's
-            continue
-    return found
+        left = under_way.processes()
+        return Launched(code=code, output=under_way.printed(), ended=at, left=left)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ class Listener:
         else:
             _keep_alive(connection)
             self.waiting.append(Waiting(connection, visitor))
+            if not self._open:  # it came while the listener closed
+                self._send_all_away()
         finally:
             late.cancel()
             self._handshakes.release()
@@ -116,11 +118,14 @@ class Listener:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
-        while self.waiting:
-            waiting = self.waiting.popleft()
-            with suppress(OSError):
-                send(waiting.connection, {"what": "end"})
-            waiting.send_away()
+        self._send_all_away()
+
+    def _send_all_away(self) -> None:
+        with suppress(IndexError):  # none is left
+            while waiting := self.waiting.popleft():
+                with suppress(OSError):
+                    send(waiting.connection, {"what": "end"})
+                waiting.send_away()
 
 
 def connect(host: str, port: int) -> socket.socket:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -22,6 +21,8 @@ def refuse_given(model: Any, *, train_dataset: Any) -> None:
     Raises:
         ValueError: naming the class, the rule and the remedy.
     """
+    from transformers import PreTrainedModel  # plans, and so servers, do without it
+
     of = type(model).__name__
     if isinstance(model, _WRAPPERS):
         raise ValueError(
