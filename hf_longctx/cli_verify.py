@@ -54,6 +54,8 @@ figures:
                     a large vocabulary; loss and gradients see all of them
   set_to_0          fields of the config for dropout, which both sides run
                     without
+  scan              (zeco_linear) what the longest scan of each kind of state took:
+                    schedule, pieces, ranks, and the measured link that it went by
   servers, tasks_on_servers
                     extra servers, and the attention tasks that they did
   head_groups       (--overlap heads) groups of key/value heads that an exchange
