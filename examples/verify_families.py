@@ -1,9 +1,10 @@
-"""Verifies every softmax family over ranks and layouts; prints the README's table of worst errors.
+"""Verifies every family over ranks and layouts; prints the README's tables of worst errors.
 
     python examples/verify_families.py [FAMILY ...]
 
-Each row is the worst of logits, loss and gradients over 1, 2 and 3 ranks and the layouts
-contiguous, zigzag and spread; for one of them `hf-longctx verify` prints the same.
+Each row is the worst of logits, loss and gradients: of softmax families under `distca` and `ring`
+over 1, 2 and 3 ranks and the layouts contiguous, zigzag and spread; of families with recurrent
+layers under `zeco_linear` over 1 to 4 ranks. For one of them `hf-longctx verify` prints the same.
 """
 
 import sys
@@ -17,12 +18,18 @@ from hf_longctx.comm.processes import RankPool
 from hf_longctx.verify.compare import verify
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "configs"
+SOFTMAX = ("distca", "ring")
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "phi3", "olmo3", "glm4",
     "smollm3", "mixtral",
 )  # fmt: skip
-RANKS = (1, 2, 3)
-LAYOUTS = ("contiguous", "zigzag", "spread")
+RECURRENT = (
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "minimax", "lfm2",
+    "mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba",
+    "falcon_mamba", "jamba",
+)  # fmt: skip
+RUNS = {name: tuple(product((1, 2, 3), ("contiguous", "zigzag", "spread"))) for name in SOFTMAX}
+RUNS["zeco_linear"] = tuple(product((1, 2, 3, 4), ("contiguous",)))
 ERRORS = ("logit_error", "loss_error", "grad_error")
 
 
@@ -40,7 +47,7 @@ def worst(family: str, *, name: str, pool: RankPool) -> list[float]:
             arguments=LongCtxArguments(longctx_layout=layout),
             pool=pool,
         )
-        for ranks, layout in product(RANKS, LAYOUTS)
+        for ranks, layout in RUNS[name]
     ]
     failed = [reason for report in reports for reason in report["failed"]]
     if failed:
@@ -55,12 +62,10 @@ def worst(family: str, *, name: str, pool: RankPool) -> list[float]:
 def main(families: list[str]) -> None:
     """Print the table, a row per family."""
     torch.set_num_threads(1)
-    with RankPool(max(RANKS)) as pool:
-        for family in families or FAMILIES:
-            figures = [
-                *worst(family, name="distca", pool=pool),
-                *worst(family, name="ring", pool=pool),
-            ]
+    with RankPool(4) as pool:
+        for family in families or FAMILIES + RECURRENT:
+            names = ("zeco_linear",) if family in RECURRENT else SOFTMAX
+            figures = [value for name in names for value in worst(family, name=name, pool=pool)]
             cells = [f"{value:.1e}" if value else "0" for value in figures]
             print(f"| {family} | {' | '.join(cells)} |", flush=True)
 
