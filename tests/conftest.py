@@ -1,5 +1,6 @@
 """Settings that must hold before any test module imports torch or a Hugging Face library."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files first: short ones fill the workers' ends."""
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no garbage collection looks through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
