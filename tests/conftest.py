@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 # Files that take long for their number of tests, the longest first.
 LONG = (
-    "test_lose", "test_bad_input", "test_trainer", "test_verify", "test_parity", "test_server_runs",
-    "test_families", "test_evaluate", "test_pingpong_training", "test_resume", "test_wrappers",
-    "test_run", "test_check", "test_trl", "test_waits", "test_four_trainers", "test_replay",
-    "test_serve", "test_kill", "test_bench_trainer", "test_recipe", "test_pingpong",
-    "test_recurrent_ranks", "test_scans", "test_executor", "test_relays", "test_verify_command",
-    "test_cluster",
+    "test_verify", "test_recurrent_ranks", "test_families", "test_parity", "test_check",
+    "test_lose", "test_resume", "test_serve", "test_bad_input", "test_pingpong_training",
+    "test_trainer", "test_relays", "test_all_families", "test_evaluate", "test_kill", "test_scans",
+    "test_executor", "test_pingpong", "test_cluster", "test_server_runs", "test_recurrent_verify",
+    "test_verify_command", "test_bench_distca", "test_run", "test_bench_charm", "test_recurrent",
+    "test_replay", "test_wrappers", "test_recurrent_trainers", "test_recipe", "test_overlap",
+    "test_four_trainers", "test_recurrent_training",
 )  # fmt: skip
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that asks the hub for a file fails at once
