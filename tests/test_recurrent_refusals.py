@@ -101,6 +101,7 @@ def test_forwards_are_refused_by_name(given, message):
     ("name", "meant"),
     [
         ("cu_seqlens_q", "cu_seq_lens_q"),
+        ("document_ids", "seq_idx"),
         ("cu_seq_len_q", "cu_seq_lens_q"),
         ("cu_seqlens_k", "cu_seq_lens_k"),
         ("seqidx", "seq_idx"),
@@ -113,6 +114,27 @@ def test_misspelt_boundaries_are_refused_where_transformers_would_swallow_them(n
     model = prepare(hybrid("sdpa"))
     with pytest.raises(ValueError, match=f"keyword {name}=Tensor: nothing reads it.*write {meant}"):
         model(input_ids=IDS, **{name: BOUNDS})
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"attention_mask": BLOCKS.long()}, "is of torch.int64 with entries above 0"),
+        ({"attention_mask": BLOCKS[:, 0]}, "has 3 axes, not 2 or 4"),
+        ({"position_ids": PACKED[0]}, "give them as"),
+        ({"cu_seq_lens_k": BOUNDS}, "cu_seq_lens_k came without cu_seq_lens_q"),
+    ],
+    ids=["integers", "three axes", "one axis", "keys alone"],
+)
+def test_boundaries_in_a_form_that_recurrent_layers_would_not_see_are_refused(given, what):
+    for family in ("mamba2", "jamba"):
+        with pytest.raises(ValueError, match=what):
+            prepare(tiny("eager", family=family))(input_ids=IDS, use_cache=False, **given)
+
+
+def test_misspelt_boundaries_are_refused_before_a_model_is_prepared_too():
+    with pytest.raises(ValueError, match="keyword seqidx=Tensor: nothing reads it"):
+        tiny("zeco_linear", family="mamba2")(input_ids=IDS, seqidx=INDEX)
 
 
 def test_other_keywords_pass_the_door():

@@ -26,7 +26,7 @@ _IMAGES = (
     "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs",
     "mm_token_type_ids",
 )  # fmt: skip
-_OTHER_BOUNDARIES = ("cu_seqlens", "cu_seqlens_cpu")  # as flash-linear-attention spells them
+OTHER_BOUNDARIES = ("cu_seqlens", "cu_seqlens_cpu")  # as flash-linear-attention spells them
 
 
 def open_door(model: nn.Module, *, plain: bool = True) -> None:
@@ -46,7 +46,7 @@ def open_door(model: nn.Module, *, plain: bool = True) -> None:
 def _forward(
     original: Callable[..., Any], *, names: Sequence[str], plain: bool
 ) -> Callable[..., Any]:
-    known = {*names, *_OTHER_BOUNDARIES}
+    known = {*names, *OTHER_BOUNDARIES}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if part_of_model_under_way(self):
@@ -175,14 +175,18 @@ def _refuse_documents_in(mask: Any) -> None:
     """Refuse a mask that tells documents apart, which recurrent layers do not look at.
 
     Raises:
-        ValueError: where it numbers documents, hides a token from the next one of its row, or is no
-            tensor, so that it may do either.
+        ValueError: where it numbers documents, hides a token from the next one of its row, or has
+            a form that is not known, so that it may do either.
     """
     found = ""
     if not isinstance(mask, Tensor):
         found = f"is a {type(mask).__name__}"
     elif mask.dim() == 2 and bool((mask > 1).any()):
         found = f"numbers documents (up to {int(mask.max())})"
+    elif mask.dim() not in (2, 4):
+        found = f"has {mask.dim()} axes, not 2 or 4"
+    elif mask.dim() == 4 and mask.dtype != torch.bool and bool((mask > 0).any()):
+        found = f"is of {mask.dtype} with entries above 0, which would be added to scores"
     elif mask.dim() == 4 and mask.shape[-2] == mask.shape[-1]:
         real, before = (_seen(mask).diagonal(offset, -2, -1) for offset in (0, -1))
         if bool((real[..., 1:] & real[..., :-1] & ~before).any()):
@@ -222,6 +226,8 @@ def _descriptions(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if given.get("cu_seq_lens_q") is not None:
         bounds = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
         found["cu_seq_lens_q"] = {"position_ids": None, **bounds}
+    elif given.get("cu_seq_lens_k") is not None:
+        raise ValueError("cu_seq_lens_k came without cu_seq_lens_q; give cu_seq_lens_q, too")
     if given.get("cu_seqlens") is not None:
         found["cu_seqlens"] = {"position_ids": None, "cu_seq_lens_q": given["cu_seqlens"]}
     positions = _text(given.get("position_ids"))
@@ -258,6 +264,10 @@ def _refuse_restarts(positions: Tensor, mask: Tensor | None) -> None:
 
 def _text(positions: Tensor | None) -> Tensor | None:
     """The row of text positions, `[batch, rows]`; none where several rows differ and none is it."""
+    if positions is not None and positions.dim() not in (2, 3):
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)}: give them as [batch, tokens]"
+        )
     if positions is None or positions.dim() == 2:
         return positions
     if len(positions) == 4 or bool((positions == positions[0]).all()):

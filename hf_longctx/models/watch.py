@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..support import NAMES, recurrent_family
+from ..support import NAMES, recurrent_family, refuse_misspelt
 from .adapter import is_wrapped, refuse_unknown
-from .door import batch_in
+from .door import OTHER_BOUNDARIES, batch_in
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,9 @@ def _leaks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if is_wrapped(model):
         return False
     names = inspect.signature(model.forward).parameters
-    return batch_in(dict(zip(names, args, strict=False), **kwargs)) is not None
+    given = dict(zip(names, args, strict=False), **kwargs)
+    refuse_misspelt(given, known={*names, *OTHER_BOUNDARIES})
+    return batch_in(given) is not None
 
 
 def _models_in(model: nn.Module) -> list[PreTrainedModel]:

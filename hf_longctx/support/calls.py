@@ -104,7 +104,8 @@ def _meant(name: str) -> str:
     word = name.lower().replace("_", "")
     if word.startswith("cuseq"):
         return "cu_seq_lens_k" if word.endswith(("k", "kv")) else "cu_seq_lens_q"
-    if word.startswith(("seqid", "seqindex")):
+    others = ("documentid", "docid", "segmentid", "sequenceid")  # as other libraries number them
+    if word.startswith(("seqid", "seqindex", *others)):
         return "seq_idx"
     near = get_close_matches(word, _BOUNDARIES, n=1, cutoff=0.9)  # T5's position_bias is none
     return _BOUNDARIES[near[0]] if near else ""
