@@ -189,6 +189,21 @@ def test_a_fast_token_leaves_the_slow_ones_their_digits_in_float32(
 
 
 @every_family
+def test_the_gradient_of_a_decay_parameter_keeps_its_digits_in_float32(family: Family) -> None:
+    """Fast tokens among slow ones: log decays as a parameter of the model scales them."""
+    inputs = family.inputs(256, decay=0.01, dtype=torch.float32)
+    with torch.no_grad():
+        inputs["log_decay"][::10] *= 2e5
+    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    found, right = (
+        (given["log_decay"].grad * given["log_decay"]).detach().double().sum(0)
+        for function, given in ((linear.linear_attention, inputs), (twin.linear_attention, wide))
+        if function(**given, lengths=(256,)).square().sum().backward() is None
+    )
+    assert float(((found - right) / right).abs().max()) < 1e-3
+
+
+@every_family
 def test_bfloat16_is_rounded_at_the_edges_only(family: Family) -> None:
     """States and sums are float32: in bfloat16 only inputs, outputs and gradients are rounded."""
     inputs = family.inputs(sum(PACK), dtype=torch.bfloat16)

@@ -49,8 +49,10 @@ class PerHead(torch.autograd.Function):
             products = grad * decay
             d_queries.append(products @ k)
             d_k.baddbmm_(products.mT, q)
-        d_sums = shares.sum(-1, keepdim=True) - shares.sum(-2)[..., None]
-        return _of_decays(d_sums), d_k, *d_queries
+        # a token's decay lies in what later rows and it have of earlier ones
+        size = shares.shape[-1]
+        d_decay = (shares.new_ones(size, size).triu() @ shares).tril(-1).sum(-1, keepdim=True)
+        return d_decay, d_k, *d_queries
 
 
 class PerRow(torch.autograd.Function):
@@ -81,26 +83,27 @@ class PerRow(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         log_decay, k, *queries = ctx.saved_tensors
         d_k, d_queries = torch.zeros_like(k), [torch.zeros_like(k) for _ in queries]
+        d_decay = torch.zeros_like(k)
         for half, *exponents in _halves(log_decay):
             late_decay, early_decay = (x.exp() for x in exponents)
-            early = _halved(k, half)[0] * early_decay
+            early_k = _halved(k, half)[0]
+            early, d_early = early_k * early_decay, torch.zeros_like(early_k)
+            d_late = torch.zeros_like(early_k)  # of the exponents, as of the rows
             for grad, q, d_q in zip(grads, queries, d_queries, strict=True):
-                late, lower = _halved(q, half)[1] * late_decay, _below(grad, half)
-                _halved(d_q, half)[1].addcmul_(lower @ early, late_decay)
-                _halved(d_k, half)[0].addcmul_(lower.mT @ late, early_decay)
-        d_sums = -k * d_k  # of all but the diagonal, which has no decay
+                late_q, lower = _halved(q, half)[1], _below(grad, half)
+                share = (lower @ early).mul_(late_decay)
+                _halved(d_q, half)[1].add_(share)
+                d_late.addcmul_(late_q, share)
+                d_early.addcmul_(lower.mT @ (late_q * late_decay), early_decay)
+            _halved(d_k, half)[0].add_(d_early)
+            ones = k.new_ones(half, half)
+            _halved(d_decay, half)[1].add_(ones.triu() @ d_late)
+            _halved(d_decay, half)[0].add_(ones.tril(-1) @ (early_k * d_early))
         for grad, q, d_q in zip(grads, queries, d_queries, strict=True):
-            d_sums.addcmul_(q, d_q)
-            own = grad.diagonal(dim1=-2, dim2=-1)[..., None]
+            own = grad.diagonal(dim1=-2, dim2=-1)[..., None]  # without decay
             d_q.addcmul_(own, k)
             d_k.addcmul_(own, q)
-        return _of_decays(d_sums), d_k, *d_queries
-
-
-def _of_decays(d_sums: Tensor) -> Tensor:
-    """The gradient of log decays, by that of their sums."""
-    size = d_sums.shape[-2]
-    return d_sums.new_ones(size, size).triu() @ d_sums
+        return d_decay, d_k, *d_queries
 
 
 def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
