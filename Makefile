@@ -41,7 +41,7 @@ quality: $(INSTALLED)  ## lint, format check, spelling, types, import floors, li
 	$(BIN)/ruff format --check
 	$(BIN)/typos
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_house.py
+	$(BIN)/python -m pytest tests/unit/test_house.py
 
 style: $(INSTALLED)  ## format, and fix what ruff can fix
 	$(BIN)/ruff check --fix

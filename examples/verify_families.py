@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from hf_longctx import LongCtxArguments
-from hf_longctx.comm.processes import RankPool
 from hf_longctx.verify.compare import verify
+from hf_longctx.verify.rank_pool import RankPool
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "configs"
 SOFTMAX = ("distca", "ring")

@@ -5,15 +5,15 @@ Importing this package registers the attention names `distca`, `charm`, `ring`, 
 documents until they are prepared; nothing else happens.
 """
 
-from .arguments import LongCtxArguments, LongCtxTrainingArguments
-from .attention.register import register
-from .models.prepare import prepare
-from .models.watch import watch_names
+from .attention.registration import register
+from .config import LongCtxArguments, LongCtxTrainingArguments
+from .recurrent.prepare import prepare
+from .recurrent.unprepared_guard import guard_names
 from .training.trainer import LongCtxTrainer, LongCtxTrainerMixin
 from .verify.check import check
 
 register()
-watch_names()
+guard_names()
 
 __all__ = [
     "LongCtxArguments",

@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgu
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.data.chat import tokenize_rows
-from hf_longctx.support import refuse_arguments, refuse_name
-from hf_longctx.training.groups import find_group, servers_of_a_group
+from hf_longctx.servers.groups import find_group, servers_of_a_group
+from hf_longctx.support import validate_arguments, validate_name
 
 
 @dataclass
@@ -258,9 +258,11 @@ def load_model(arguments: ModelArguments, folder: str, tokenizer: Any) -> Any:
 def main(argv: list[str]) -> None:
     """Load, train, save."""
     model_arguments, data_arguments, training_arguments = parse(argv)
-    refuse_name(model_arguments.attn_implementation)
+    validate_name(model_arguments.attn_implementation)
     check_paths(data_arguments, training_arguments)
-    refuse_arguments(training_arguments)  # and so on, as the trainer does: before data is tokenised
+    validate_arguments(
+        training_arguments
+    )  # and so on, as the trainer does: before data is tokenised
     group, name = find_group(training_arguments), model_arguments.attn_implementation
     servers_of_a_group(training_arguments, group, name=name)
     logging.basicConfig(format="%(message)s")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from hf_longctx.comm.processes import RankPool
+    from hf_longctx.verify.rank_pool import RankPool
 
 # Files that take long for their number of tests, the longest first.
 LONG = (
@@ -35,7 +35,7 @@ def rank_pool() -> Iterator["RankPool"]:
     """Four gloo ranks, started by the first test that sends them a job."""
     from launching import fork_server  # after the settings above
 
-    from hf_longctx.comm.processes import RankPool
+    from hf_longctx.verify.rank_pool import RankPool
 
     fork_server()
     with RankPool(4) as pool:

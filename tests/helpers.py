@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.comm.channels import Channel, Exchange, Hub
-from hf_longctx.comm.relaying import sent_over_all
+from hf_longctx.comm.arrivals import Exchange
+from hf_longctx.comm.channels import Channel, Hub, sent_over_all
 from hf_longctx.kernels.reference import attention
 from hf_longctx.kernels.softmax import Scoring
-from hf_longctx.plan.cost import LayerKind
-from hf_longctx.plan.count import Widths
-from hf_longctx.plan.layout import LAYOUTS, Layout, cut
-from hf_longctx.plan.plans import ALGORITHMS, OVERLAPS, Plan, make_plan
+from hf_longctx.planning.layouts.cost import LayerKind
+from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, cut
+from hf_longctx.planning.planners.plan import ALGORITHMS, OVERLAPS, Plan, make_plan
+from hf_longctx.planning.program.counts import Widths
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account, Execution
 from hf_longctx.support import Sharing

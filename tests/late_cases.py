@@ -18,11 +18,11 @@ from helpers import Results, Rows, differentiate, gather, run_threads, scoring, 
 from torch import Tensor
 
 from hf_longctx.comm.channels import GlooChannel, Hub, ThreadChannel
-from hf_longctx.comm.processes import RankContext
-from hf_longctx.plan.count import message_peak_bytes, peak_bytes, sent_by_channel
-from hf_longctx.plan.plans import Plan
+from hf_longctx.planning.planners.plan import Plan
+from hf_longctx.planning.program.counts import message_peak_bytes, peak_bytes, sent_by_channel
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account
+from hf_longctx.verify.rank_pool import RankContext
 
 Sent = list[Counter[int]]  # by channel: bytes to each peer
 

@@ -23,9 +23,9 @@ from train_cases import UNEVEN, Case, Lines, arguments, main, trainer_of
 from transformers import TrainerCallback
 from wrapper_cases import sharded
 
-from hf_longctx.comm import meeting
-from hf_longctx.comm.handshake import Visitor, introduce, receive
-from hf_longctx.comm.rendezvous import connect
+from hf_longctx.servers import rendezvous
+from hf_longctx.servers.handshake import Visitor, introduce, receive
+from hf_longctx.servers.rendezvous import connect
 
 RUN = OPTIONS | {
     "max_steps": 4,
@@ -104,7 +104,7 @@ class Strikes(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.name == "never":
-            meeting.BUILD_SECONDS = 2.0  # that a server which is gone is waited for
+            rendezvous.BUILD_SECONDS = 2.0  # that a server which is gone is waited for
         if self.name == "never" and args.process_index == 0 and state.global_step < 3:
             come_and_go(self.lines.lines, called=state.global_step == 2)
             self.died.append(state.global_step)
@@ -145,7 +145,7 @@ def join(lines: list[str], trainer: Any) -> subprocess.Popen[bytes]:
     """Start a server with the line that the trainers log, and wait until it asks to be taken in."""
     line = next(line for line in lines if "hf-longctx serve" in line)
     words = line.split("hf-longctx ")[1].split()
-    visitor = subprocess.Popen([sys.executable, "-m", "hf_longctx.cli", *words])
+    visitor = subprocess.Popen([sys.executable, "-m", "hf_longctx.cli.main", *words])
     end = time.monotonic() + 60
     while not trainer.longctx_servers.joining() and time.monotonic() < end:
         time.sleep(0.1)
@@ -164,7 +164,7 @@ def come_and_go(lines: list[str], *, called: bool) -> None:
     def go() -> None:
         if called:
             message = receive(connection)
-            store = meeting.open_store(host, message["store"], seconds=10.0)
+            store = rendezvous.open_store(host, message["store"], seconds=10.0)
             store.set(f"{message['bridge']}/ready", "1")
         connection.close()
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from train_cases import main
 
-CURVES = Path(__file__).parent / "invariant" / "curves.json"
+CURVES = Path(__file__).parent / "launch" / "curves.json"
 STEPS = 50
 TOKENS = 192  # of a step, at most: 2 ranks of 96, or 3 of 64
 EVERY_RUN = {

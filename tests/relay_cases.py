@@ -10,23 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from hf_longctx.intervals import intersect
-from hf_longctx.plan.cost import LayerKind
-from hf_longctx.plan.layout import LAYOUTS, Layout, Placed, cut
-from hf_longctx.plan.levels import Levels
-from hf_longctx.plan.plans import Plan, make_plan
-from hf_longctx.plan.program import (
-    HOME,
-    Attend,
-    AttendGrad,
-    Block,
-    Fold,
-    Held,
-    Op,
-    Post,
-    Program,
-    Wait,
-)
+from hf_longctx.planning.layouts.cost import LayerKind
+from hf_longctx.planning.layouts.intervals import intersect
+from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, Placed, cut
+from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.plan import Plan, make_plan
+from hf_longctx.planning.program.operations import Attend, AttendGrad, Block, Fold, Op, Post, Wait
+from hf_longctx.planning.program.program import HOME, Held, Program
 
 _Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
 LENGTHS = [90, 1, 37, 60, 2, 10]

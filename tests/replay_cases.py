@@ -16,7 +16,8 @@ from typing import Any
 from train_cases import UNEVEN, Case, arguments, main, trainer_of
 from wrapper_cases import sharded
 
-from hf_longctx.comm.channels import Channel, Exchange, ExchangeError, Parcel
+from hf_longctx.comm.arrivals import Exchange
+from hf_longctx.comm.channels import Channel, ExchangeError, Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class Poisoned:
         self.micro += 1
         self.peers.agree(number, what=what)
 
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+    def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
         strike = self.strikes[self.dead] if self.dead < len(self.strikes) else None
         at = strike and (strike.micro, strike.direction in what, self.rank in strike.ranks)
         if at == (self.micro, True, True):
@@ -102,7 +103,7 @@ class Poisoned:
 @dataclass(frozen=True)
 class _Void:
     exchange: Exchange
-    recvs: Sequence[Parcel]
+    recvs: Sequence[Payload]
 
     def done(self) -> bool:
         return self.exchange.done()

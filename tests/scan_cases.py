@@ -13,17 +13,15 @@ from helpers import threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_longctx.attention.linear import convolve, recurrent
-from hf_longctx.comm.channels import Channel, Hub
-from hf_longctx.comm.processes import RankContext
-from hf_longctx.comm.relaying import sent_over_all
+from hf_longctx.comm.channels import Channel, Hub, sent_over_all
 from hf_longctx.data.batch import LongCtxBatch
-from hf_longctx.kernels import linear_reference
-from hf_longctx.plan.layout import Layout, cut
-from hf_longctx.plan.scan import State, program
-from hf_longctx.plan.schedule import Sizes
-from hf_longctx.runtime.binding import Runtime
-from hf_longctx.runtime.executor import Account
+from hf_longctx.kernels import reference as linear_reference
+from hf_longctx.planning.layouts.layout import Layout, cut
+from hf_longctx.planning.planners.state_scan import State, scan_program
+from hf_longctx.planning.predict.scan_schedule import Sizes
+from hf_longctx.recurrent.packed_layer import convolve, recurrent
+from hf_longctx.runtime.executor import Account, Runtime
+from hf_longctx.verify.rank_pool import RankContext
 
 HEADS, ROWS, COLUMNS, CHANNELS, TAPS = 2, 3, 4, 5, 4
 FAMILIES = ("head", "row", "delta", "delta rows")  # how a state decays, and the delta rule
@@ -154,7 +152,7 @@ class Case:
         if self.pieces:
             decay = "matrix" if self.given.beta.shape[1] else "row"
             sizes = Sizes(State(ROWS, decay), HEADS, self.given.v.shape[2], 8)
-            batch._programs[sizes] = program(
+            batch._programs[sizes] = scan_program(
                 self.layout, rank=rank, state=sizes.state, schedule="chain", pieces=self.pieces
             )
 

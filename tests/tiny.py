@@ -23,11 +23,11 @@ import hf_longctx  # noqa: F401  (registers the attention names)
 from hf_longctx.comm.channels import Hub
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.data.collator import LongCtxCollator
+from hf_longctx.data.documents import IGNORE
 from hf_longctx.data.packing import Piece
-from hf_longctx.data.targets import IGNORE
-from hf_longctx.plan.measured import CostTable
-from hf_longctx.runtime.binding import Runtime
-from hf_longctx.runtime.costs import cost_file, save
+from hf_longctx.planning.layouts.cost import CostTable
+from hf_longctx.runtime.executor import Runtime
+from hf_longctx.training.measurements import cost_file, save
 from hf_longctx.verify.twins import (
     REFERENCE,
     auto_class,

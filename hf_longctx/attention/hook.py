@@ -1,6 +1,6 @@
 """One attention call of a model -> the rows of this rank, run by a plan.
 
-Floor: attention. With a batch object the rows are this rank's share of its group's documents.
+Layer: attention. With a batch object the rows are this rank's share of its group's documents.
 Without one the hook is local, whatever groups exist: each document by itself, or the dense mask of
 a padded or cached call. Letters: B batch, S tokens of a row, H query heads, K key/value heads, D
 head size.
@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from ..comm.bridge import BridgedChannel
 from ..data.batch import KEY, LongCtxBatch
 from ..kernels.softmax import Scoring
-from ..plan.cost import LayerKind
-from ..plan.plans import local_plan
+from ..planning.layouts.cost import LayerKind
+from ..planning.planners.plan import local_plan
 from ..runtime.autograd import Layer, attend
-from ..runtime.binding import Runtime
+from ..runtime.executor import Runtime
 from ..runtime.requests import call_servers
-from ..support import recurrent_family, refuse_call
-from .dense import dense
-from .documents import local_documents, refuse_packed_padding
-from .masks import Bidirectional, SlidingWindow
+from ..support import recurrent_family, validate_call
+from .boundaries import local_documents, validate_padding
+from .masks import Bidirectional, SlidingWindow, dense
 
 Mask = SlidingWindow | Bidirectional | None
 
@@ -63,7 +62,7 @@ def run(
         query, key, value = query.to(low), key.to(low), value.to(low)
     causal = not isinstance(attention_mask, Bidirectional)
     dense_mask = isinstance(attention_mask, Tensor)  # holds causality and window already
-    refuse_call(
+    validate_call(
         module,
         query=query,
         key=key,
@@ -81,19 +80,19 @@ def run(
     sinks: Tensor | None = kwargs.get("s_aux")
     batch: LongCtxBatch | None = kwargs.get(KEY)
     if isinstance(attention_mask, Tensor):
-        _refuse_mask_with_documents(batch, kwargs, attention_mask)
+        _validate_mask(batch, kwargs, attention_mask)
         return dense(query, key, value, attention_mask, scoring=scoring, sinks=sinks), None
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if batch is None:
         lengths = _local_lengths(query, key, kwargs)
         if len(lengths) != len(query):
-            _refuse_unprepared(module)
+            _validate_prepared(module)
         program = local_plan(lengths, scoring.window, causal=causal).program(0)
         out = attend(Layer(program, None, scoring, Runtime().account), *rows, sinks=sinks)[0]
     else:
         if not batch.prepared:
-            _refuse_unprepared(module)
-        _refuse_other_positions(batch, kwargs.get("position_ids"), rows=len(query))
+            _validate_prepared(module)
+        _validate_positions(batch, kwargs.get("position_ids"), rows=len(query))
         out = _with_batch(algorithm, module, batch, rows, scoring, sinks)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -111,15 +110,13 @@ def _window(mask: Tensor | Mask, sliding_window: int | None) -> int:
     return masked or 0
 
 
-def _refuse_mask_with_documents(
-    batch: LongCtxBatch | None, kwargs: dict[str, Any], mask: Tensor
-) -> None:
+def _validate_mask(batch: LongCtxBatch | None, kwargs: dict[str, Any], mask: Tensor) -> None:
     if batch is not None or kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "attention_mask arrived together with document boundaries (longctx_batch or "
             "cu_seq_lens_q): a padded batch was handed to a packed path; drop attention_mask"
         )
-    refuse_packed_padding(kwargs.get("position_ids"), mask)
+    validate_padding(kwargs.get("position_ids"), mask)
 
 
 def _local_lengths(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...]:
@@ -136,7 +133,7 @@ def _local_lengths(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[
     )
 
 
-def _refuse_unprepared(module: nn.Module) -> None:
+def _validate_prepared(module: nn.Module) -> None:
     """Refuse packed documents in a model whose recurrent layers would run on from one to the next.
 
     Raises:
@@ -151,7 +148,7 @@ def _refuse_unprepared(module: nn.Module) -> None:
         )
 
 
-def _refuse_other_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, rows: int) -> None:
+def _validate_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, rows: int) -> None:
     """Refuse positions that are not those of the batch's rows: a model that is given none numbers
     its rows from 0, which rotates a document's later parts, and all but the first, wrongly."""
     if position_ids is None or position_ids.dim() != 2:

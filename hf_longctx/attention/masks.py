@@ -1,9 +1,12 @@
 """The mask side of our names: what Transformers asks for -> nothing, a window, or a dense mask.
 
-Floor: attention. Transformers calls `attention_mask` once per mask kind and forward. Causal,
+Layer: attention. Transformers calls `attention_mask` once per mask kind and forward. Causal,
 bidirectional, windowed and packed batches without padding or cache need no mask tensor: the hook
 derives documents itself. A padded batch, or one that decodes onto a cache, gets the dense mask that
 `sdpa` would get.
+
+Local attention under a dense mask: padded batches, caches, and masks of the user's own. Plain scores go to PyTorch; softcap and sinks, which it lacks, are written out.
+Letters: B batch, S query rows, H query heads, V value head size.
 """
 
 from collections.abc import Callable
@@ -12,7 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import sdpa_mask
+
+from ..kernels.softmax import Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ def attention_mask(
     device = kwargs.get("device")
     if bidirectional and mask_function is not None:
         return _bidirectional(mask_function, q_length, device, local_size, overlaid=overlaid)
-    _refuse_unless_causal(mask_function, q_length, device)
+    _validate_causal(mask_function, q_length, device)
     return None if local_size is None else SlidingWindow(local_size)
 
 
@@ -107,7 +113,7 @@ def _sees(function: Callable[..., Tensor], rows: Tensor, keys: Tensor) -> Tensor
     return torch.as_tensor(function(zero, zero, rows, keys)).expand(rows.shape)
 
 
-def _refuse_unless_causal(
+def _validate_causal(
     mask_function: Callable[..., Tensor] | None, length: int, device: torch.device | None
 ) -> None:
     """Ask the mask function whether any token sees the next one."""
@@ -145,3 +151,42 @@ def _bidirectional(
             "window, which hf_longctx does not compute; load it with attn_implementation='sdpa'"
         )
     return Bidirectional() if local_size is None else Bidirectional(local_size + inclusive)
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scoring: Scoring,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`[B, S, H, V]` in the query's dtype.
+
+    Args:
+        query, key, value (`Tensor`): `[B, heads, rows, size]`.
+        mask (`Tensor`): `[B, 1, S, keys]`, bool (True: seen) or additive; it holds any window.
+        scoring (`Scoring`): Scale and softcap.
+        sinks (`Tensor`, *optional*): `[H]`.
+    """
+    group = query.shape[1] // key.shape[1]
+    if not scoring.softcap and sinks is None:
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scoring.scale, enable_gqa=group > 1
+        )
+        return out.transpose(1, 2).contiguous()
+    k, v = (t.repeat_interleave(group, dim=1) for t in (key, value))
+    scores = (query @ k.transpose(-1, -2)) * scoring.scale
+    if scoring.softcap:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
+    return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous()

@@ -1,6 +1,6 @@
 """Exchanges that other work hangs on -> that work, done as they arrive: one waiting thread each.
 
-Floor: comm. A channel has one `Arrivals`, whose thread waits for exchanges in the order in which
+Layer: comm. A channel has one `Arrivals`, whose thread waits for exchanges in the order in which
 they were given; gloo has no way to ask whether a message has come. The thread lives only while an
 exchange is due. It never fails by itself: an error is kept for whoever waits for the exchange.
 """

@@ -1,6 +1,6 @@
 """The ranks of a group and its extra servers, numbered after them, as one channel.
 
-Floor: comm. Each server is joined over a bridge, a channel of its own in which the ranks keep their
+Layer: comm. Each server is joined over a bridge, a channel of its own in which the ranks keep their
 numbers and the server comes after them: losing one breaks no collective of the ranks. What was due
 from a lost server arrives as NaN, so that a step made of it cannot pass for a good one, and
 nothing more is sent to it; whoever owns the channel looks at `lost` and runs the step again.
@@ -9,8 +9,8 @@ nothing more is sent to it; whoever owns the channel looks at `lost` and runs th
 from collections import Counter
 from collections.abc import Sequence
 
-from .arrivals import Joined
-from .channels import Channel, Exchange, ExchangeError, Parcel
+from .arrivals import Exchange, Joined
+from .channels import Channel, ExchangeError, Payload
 
 _NAN = 0xFF  # a float whose bytes are all ones is NaN, in every format
 
@@ -20,7 +20,7 @@ class _OverBridge:
 
     def __init__(
         self, channel: "BridgedChannel", number: int, under_way: Exchange | None,
-        recvs: Sequence[Parcel],
+        recvs: Sequence[Payload],
     ) -> None:  # fmt: skip
         self.channel, self.number, self.recvs = channel, number, recvs
         self.under_way = under_way
@@ -68,7 +68,7 @@ class BridgedChannel:
         """Give a server up: nothing more is sent to it or awaited from it."""
         self.lost.setdefault(number, error)
 
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+    def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
         """As `Channel.post`; a lost server's part is done at once, with NaN."""
         parts: list[Exchange] = []
         own = [[p for p in side if p[0] < self.ranks] for side in (sends, recvs)]
@@ -86,7 +86,7 @@ class BridgedChannel:
         return Joined(parts)
 
     def _over(
-        self, number: int, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str
+        self, number: int, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str
     ) -> Exchange:
         under_way = None
         if number not in self.lost:

@@ -1,8 +1,11 @@
 """Bytes between ranks: one message per peer, over gloo or between threads of one process.
 
-Floor: comm. A channel posts an exchange without blocking and hands back an `Exchange` to wait for.
+Layer: comm. A channel posts an exchange without blocking and hands back an `Exchange` to wait for.
 The n-th message from a to b meets the n-th receive that b posted for a; a relayed one, which leaves
 later, has its number reserved. Each wait has a time-out; its error names rank, operation and peer.
+
+What a program with relays, or with several channels, needs of a channel. A relayed message is posted long before it can leave: its place in the order is taken
+at once, on both sides, so that timing cannot change which message meets which receive.
 """
 
 import re
@@ -12,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from .arrivals import Arrivals, Exchange
 
-Parcel = tuple[int, Tensor]  # peer, uint8 bytes
+Payload = tuple[int, Tensor]  # peer, uint8 bytes
 _AT_LEAST = timedelta(milliseconds=10)
 EXCHANGE_SECONDS = 120.0  # under the default group's time-out, above a server's
 
@@ -45,7 +48,7 @@ class Channel(Protocol):
     @property
     def more(self) -> "Sequence[Channel]": ...
 
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+    def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
         """Start receiving into `recvs` and sending `sends`; errors name the operation `what`."""
         ...
 
@@ -115,7 +118,7 @@ class GlooChannel:
         self._numbers[way, peer] += 1
         return self._numbers[way, peer] % 2**30
 
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+    def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
         """Receives are posted before any send: a gloo send waits for its receive."""
         works: list[tuple[int, dist.Work]] = []
         try:
@@ -263,7 +266,7 @@ class ThreadChannel:
         self._numbers[source, target] += 1
         return self.number, source, target, self._numbers[source, target]
 
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], *, what: str) -> Exchange:
+    def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
         """Leave copies of the messages for their receivers."""
         due = [(self._key(peer, self.rank), buffer) for peer, buffer in recvs]
         for peer, data in sends:
@@ -298,3 +301,43 @@ class ThreadChannel:
                 f"rank {self.rank}: comparing {what} did not finish: not all {self.hub.ranks} "
                 f"ranks came within {self.hub.timeout} s"
             ) from error
+
+
+class Reserved(Exchange, Protocol):
+    """Messages whose place in the order is taken before they can leave."""
+
+    def leave(self, messages: Sequence[Tensor]) -> None:
+        """Send them, once; then, and not before, they can be waited for."""
+        ...
+
+
+@runtime_checkable
+class Relaying(Channel, Protocol):
+    """A channel on which messages can leave as others arrive.
+
+    Attributes:
+        arrivals (`Arrivals`): What is to be done as its exchanges arrive.
+    """
+
+    arrivals: Arrivals
+
+    def reserve(self, sizes: Sequence[tuple[int, int]], *, what: str) -> Reserved:
+        """Take the place of one message to each `(peer, bytes)`; they count as sent."""
+        ...
+
+
+def numbered(channel: Channel, number: int) -> Channel:
+    """The channel that a program means by `number`."""
+    have = 1 + len(channel.more)
+    assert number < have, f"the program uses channel {number}, and there are {have}"
+    return channel.more[number - 1] if number else channel
+
+
+def sent_over_all(channel: Channel) -> int:
+    """Bytes sent to all peers over a channel and its further ones."""
+    return sum(sum(each.sent.values()) for each in (channel, *channel.more))
+
+
+def sent_to_each(channel: Channel) -> Counter[int]:
+    """Bytes sent to each peer over a channel and its further ones."""
+    return sum((each.sent for each in (channel, *channel.more)), Counter())

@@ -1,6 +1,6 @@
 """One micro-batch of one group, as a rank sees it: layout, plans and saved attention results.
 
-Floor: data. The object travels in the model's keyword arguments, under the key `longctx_batch`,
+Layer: data. The object travels in the model's keyword arguments, under the key `longctx_batch`,
 from the collator to every attention layer. It pickles small: the layout goes along, plans are made
 again, and what ties it to a process (channel, saved tensors) stays behind.
 """
@@ -15,18 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan import halo
-from ..plan import scan as scans
-from ..plan.auto import Auto, Choice
-from ..plan.auto import chosen as chosen_plan
-from ..plan.cost import LayerKind
-from ..plan.halves import Halves
-from ..plan.layout import Layout
-from ..plan.levels import Levels
-from ..plan.measured import CostTable
-from ..plan.plans import Plan, make_plan
-from ..plan.program import Program
-from ..plan.schedule import Link, Scan, Sizes, chosen, longest_chain
+from ..planning.layouts.cost import CostTable, LayerKind
+from ..planning.layouts.layout import Halves, Layout
+from ..planning.layouts.levels import Levels
+from ..planning.planners import state_scan
+from ..planning.planners import state_scan as scans
+from ..planning.planners.plan import Plan, make_plan
+from ..planning.predict.predict import Auto, Choice
+from ..planning.predict.predict import chosen as chosen_plan
+from ..planning.predict.scan_schedule import NeighbourLink, Scan, Sizes, chosen, longest_chain
+from ..planning.program.program import Program
 
 KEY = "longctx_batch"
 
@@ -106,7 +104,7 @@ class LongCtxBatch:
         softmax (`str`, *optional*, defaults to `distca`): Who plans softmax layers under
             `zeco_linear`.
         scan (`str`, *optional*, defaults to `auto`): Schedule of the scans of recurrent layers.
-        link (`Link`, *optional*): Between neighbours, as measured: scans go by it. Never pickled,
+        link (`NeighbourLink`, *optional*): Between neighbours, as measured: scans go by it. Never pickled,
             and the same on every rank.
         scans (`dict[Sizes, Scan]`): What their layers took, by state.
         prepared (`bool`): Whether it came through a model that keeps its recurrent layers'
@@ -134,7 +132,7 @@ class LongCtxBatch:
     choices: dict[LayerKind, Choice] = field(default_factory=dict)
     softmax: str = "distca"
     scan: str = "auto"
-    link: Link | None = None
+    link: NeighbourLink | None = None
     scans: dict[Sizes, Scan] = field(default_factory=dict)
     prepared: bool = False
     saved: SavedAttention = field(default_factory=SavedAttention)
@@ -176,14 +174,14 @@ class LongCtxBatch:
         """This rank's scan of states; `None` where no document of its own lies on other ranks."""
         if sizes not in self._programs:
             ranks = longest_chain(self.layout)
-            link = self.link or Link()
+            link = self.link or NeighbourLink()
             took = chosen(sizes, ranks=ranks, link=link, flag=self.scan)
             if ranks > 1:
                 measured = self.link is not None
                 self.scans[sizes] = Scan(
                     sizes=sizes, ranks=ranks, schedule=took, link=link, measured=measured
                 )
-            self._programs[sizes] = scans.program(
+            self._programs[sizes] = scans.scan_program(
                 self.layout,
                 rank=self.rank,
                 state=sizes.state,
@@ -195,7 +193,9 @@ class LongCtxBatch:
     def halo_program(self, width: int) -> Program | None:
         """This rank's exchange of the `width` rows before its first; `None` where there is none."""
         if width not in self._programs:
-            self._programs[width] = halo.program(self.layout, rank=self.rank, width=width)
+            self._programs[width] = state_scan.halo_program(
+                self.layout, rank=self.rank, width=width
+            )
         return self._programs[width]
 
     def _choose(self, kind: LayerKind, auto: Auto) -> Choice:

@@ -1,6 +1,6 @@
 """Conversations, prompts with completions, texts -> rows of `input_ids`, and of masks of targets.
 
-Floor: data. Rows are tokenised as TRL's `SFTTrainer` does it, so that a data set gives the same
+Layer: data. Rows are tokenised as TRL's `SFTTrainer` does it, so that a data set gives the same
 tokens and targets under both. Masks become labels in `documents`.
 """
 

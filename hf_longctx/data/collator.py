@@ -1,6 +1,6 @@
 """A pack of documents -> one rank's model inputs, with the batch object attached.
 
-Floor: data. Targets are shifted within each document before anything is cut; then each rank takes
+Layer: data. Targets are shifted within each document before anything is cut; then each rank takes
 the rows that the layout gives it. Nothing is padded. Letters: T rows of this rank.
 """
 
@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..plan.halves import halve
-from ..plan.layout import cut
-from ..plan.levels import Levels
+from ..planning.layouts.layout import cut, halve
+from ..planning.layouts.levels import Levels
 from .batch import KEY, LongCtxBatch, halved
+from .documents import IGNORE, piece_targets
 from .packing import Pack, Piece
-from .targets import IGNORE, piece_targets
 
 _Item = tuple[Pack, Any]
 

@@ -1,6 +1,14 @@
-"""Rows of a data set -> documents: where each begins and ends, and which tokens are targets.
+"""Labels of one document -> the target of each of its tokens.
 
-Floor: data. Most rows are one document. A row that another tool packed (TRL's `bfd` and `bfd_split`
+Layer: data. Letters: T tokens of one document.
+
+Transformers takes two arrays: `labels`, aligned with `input_ids`, and `shift_labels`, which holds
+the next token's label and is what the loss reads. A shift inside a rank's share loses the target of
+the share's last token, and a shift over a whole pack teaches the end of one document to predict the
+start of the next. So targets are made here, per document and before anything is cut; whatever cuts
+afterwards cuts tokens and targets alike.
+
+Rows of a data set -> documents: where each begins and ends, and which tokens are targets. Most rows are one document. A row that another tool packed (TRL's `bfd` and `bfd_split`
 add `seq_lengths`, others restart `position_ids`) holds several; it is taken apart again here, so
 that the scan, the sampler and the collator know documents alone. Letters: T tokens of a row.
 """
@@ -15,7 +23,38 @@ from zlib import crc32
 
 import numpy as np
 
-from .targets import IGNORE
+from .packing import Piece
+
+IGNORE = -100
+"""A target that the loss leaves out, as in `torch.nn.CrossEntropyLoss`."""
+
+
+def shift(labels: np.ndarray) -> np.ndarray:
+    """Targets `[T]` int64 of one whole document: `targets[i] = labels[i + 1]`, the last `IGNORE`.
+
+    Args:
+        labels (`np.ndarray`): Integers `[T]`, aligned with the document's tokens; `IGNORE` where a
+            token is not to be predicted.
+    """
+    assert labels.ndim == 1, labels.shape
+    targets = np.full(labels.shape, IGNORE, dtype=np.int64)
+    targets[:-1] = labels[1:]
+    return targets
+
+
+def piece_targets(labels: np.ndarray, *, piece: Piece) -> np.ndarray:
+    """Targets `[piece.length]` int64 of one piece of a document.
+
+    A fragment keeps the target of its last token, the first token of the next fragment; only the
+    end of the document has none.
+
+    Args:
+        labels (`np.ndarray`): Integers `[T]` of the whole document.
+        piece (`Piece`): The tokens asked for, inside the document.
+    """
+    assert piece.stop <= labels.size, (piece, labels.size)
+    return shift(labels)[piece.start : piece.stop]
+
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +64,7 @@ BOUNDARIES = ("seq_lengths", "position_ids")
 """Columns that tell the documents of a row apart."""
 
 
-class Rows(Protocol):
+class DataRows(Protocol):
     """A map-style data set: a `datasets.Dataset`, or any sequence of dicts."""
 
     def __len__(self) -> int: ...
@@ -46,7 +85,7 @@ class Documents:
     """A data set seen as documents: a view, which copies no tokens.
 
     Args:
-        rows (`Rows`): Rows of `input_ids` and, if they like, `labels` and masks.
+        rows (`DataRows`): Rows of `input_ids` and, if they like, `labels` and masks.
         spans (`np.ndarray`): Row, first token and end of each document, `[documents, 3]` int64.
         checksums (`np.ndarray`): What `checksum` gave for each document when the rows were scanned,
             `[documents]` uint32.
@@ -56,7 +95,7 @@ class Documents:
             target, e.g. the padding token, as for `DataCollatorForLanguageModeling`.
     """
 
-    rows: Rows
+    rows: DataRows
     spans: np.ndarray
     checksums: np.ndarray
     targets: int

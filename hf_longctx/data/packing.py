@@ -1,6 +1,6 @@
 """Document lengths and a budget -> packs: which tokens share a batch.
 
-Floor: data (plain Python/NumPy). A pack is the documents of one batch of one group; its capacity is
+Layer: data. A pack is the documents of one batch of one group; its capacity is
 group_size x max_tokens_per_rank tokens. First `fit` makes every document at most one capacity long,
 then `pack` puts the pieces together. Both are pure and seeded: every rank computes the same packs.
 """
@@ -111,7 +111,7 @@ def fit(
     sizes = np.asarray(lengths, dtype=np.int64)
     if not sizes.size:
         raise ValueError("there are no documents to pack; pass a data set with at least one row")
-    _refuse_empty(sizes, first=first)
+    _validate_empty(sizes, first=first)
     long = sizes > capacity
     if overflow == "error" and long.any():
         row = int(long.argmax())
@@ -224,7 +224,7 @@ def _next_fit(pieces: Sequence[Piece], *, capacity: int) -> list[list[Piece]]:
     return packs
 
 
-def _refuse_empty(sizes: np.ndarray, *, first: int) -> None:
+def _validate_empty(sizes: np.ndarray, *, first: int) -> None:
     empty = first + np.flatnonzero(sizes < 1)
     if empty.size:
         some = ", ".join(map(str, empty[:5])) + (", ..." if empty.size > 5 else "")

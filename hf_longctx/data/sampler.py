@@ -1,6 +1,6 @@
 """Document lengths -> the batches of one group, epoch by epoch.
 
-Floor: data. A batch sampler for `torch.utils.data.DataLoader` on every rank; it looks at the group
+Layer: data. A batch sampler for `torch.utils.data.DataLoader` on every rank; it looks at the group
 alone, so the ranks of one group see the same packs. It is sharded already: hand its data loader to
 `accelerate.data_loader.prepare_data_loader` with `num_processes=1`.
 """

@@ -1,6 +1,6 @@
 """A stream of rows -> the batches of one group, packed a number of documents ahead.
 
-Floor: data. What `scan`, `packing` and the sampler do for a data set with a length, done as rows
+Layer: data. What `scan`, `packing` and the sampler do for a data set with a length, done as rows
 come. Every rank reads the whole stream, in the same order: the ranks of a group see the same packs,
 and groups take turns.
 """
@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from .documents import read, sizes
 from .packing import Balance, Overflow, OverflowReport, Pack, Piece, fit
 from .sampler import FILLER
-from .scan import add_row, check_rows, columns_of, same_columns
+from .validate import add_row, check_rows, columns_of, same_columns
 
 Document = dict[str, np.ndarray]
 

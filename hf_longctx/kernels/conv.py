@@ -1,6 +1,6 @@
 """Rows of packed documents -> their short causal convolution, one filter per channel.
 
-Floor: kernels. Letters: T tokens, C channels, W taps.
+Layer: kernels. Letters: T tokens, C channels, W taps.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """Log decays of chunks -> products of rows of queries and keys, decayed from one to the other.
 
-Floor: kernels. Letters: n chunks, C tokens of a chunk, N rows of the state.
+Layer: kernels. Letters: n chunks, C tokens of a chunk, N rows of the state.
 With `b` the sums of the log decays from the chunk's start on, the product of
 query i with key j is `sum_N q_i k_j exp(b_i - b_j)` for `j <= i`, and 0 above the diagonal.
 Exponents are never above zero, so nothing overflows however fast the decay. They are formed as sums

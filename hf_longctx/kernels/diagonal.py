@@ -1,6 +1,6 @@
 """States of one column whose rows all decay at their own rate -> outputs, token by token.
 
-Floor: kernels. Letters: T tokens, n chunks, C tokens of a chunk, H heads, K heads of queries and
+Layer: kernels. Letters: T tokens, n chunks, C tokens of a chunk, H heads, K heads of queries and
 keys, N rows of the state. This is Mamba's selective scan: a matrix product has nothing to gain
 where the state is a vector, so the loops run over the C tokens of all chunks at once, elementwise,
 twice: from zero to see what each chunk leaves, then from the state that really enters it. Gradients
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .grid import Grid
-from .recurrence import carry, carry_back, entered, entering_grad
+from .chunk_states import Grid, carry, carry_back, entered, entering_grad
 
 _BLOCK = 2**20  # numbers of a block of rows
 

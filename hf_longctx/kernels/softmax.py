@@ -1,19 +1,112 @@
-"""Kernel calls -> partials and gradients, with the aten flash attention kernels for CPU.
+"""Partials of one query row over different keys -> the softmax over all of them.
 
-Floor: kernels. Letters: n pieces of one call, T rows, H query heads, K key/value heads, D head
+Layer: kernels. Partials are float32 or wider; lse is the natural log; a row without keys is
+(0, -inf).
+
+Attention with soft-capped scores, `softcap * tanh(score / softcap)`, in plain PyTorch. The aten kernel has no softcap. Rows are taken in tiles, so that scores need
+`tile x keys` of memory. Letters: n pieces, H query heads, K key/value heads, L rows, D head size.
+Computed in float32 or wider.
+
+Kernel calls -> partials and gradients, with the aten flash attention kernels for CPU. Letters: n pieces of one call, T rows, H query heads, K key/value heads, D head
 size. Arrays are `[T, heads, D]`; partials and gradients are accumulated in float32 or wider.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .capped import Capped
-from .merge import merge
-from .pieces import BAND, CAUSAL, Call
+from .kernel_calls import BAND, CAUSAL, KernelCall
+
+
+def merge(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, *, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge two partials `(out [..., D], lse [...])`, the output `into` a tensor if one is given.
+
+    Only exponents of non-positive numbers are taken, so nothing overflows, and two rows without
+    keys merge to a row without keys.
+    """
+    top = torch.maximum(lse, other_lse)
+    safe = torch.where(top.isneginf(), torch.zeros_like(top), top)
+    weight, other_weight = torch.exp(lse - safe), torch.exp(other_lse - safe)
+    total = weight + other_weight
+    share = torch.where(total > 0, weight / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
+    merged = torch.lerp(other_out, out, share[..., None], out=into)  # one pass over the rows
+    return merged, safe + torch.log(total)
+
+
+_TILE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capped:
+    """How the scores of one call are formed.
+
+    Args:
+        causal (`bool`): Row i sees keys up to i.
+        mask (`Tensor`, *optional*): Additive, `[L, keys]`.
+        scale (`float`): Factor on the products.
+        softcap (`float`): Bound of the scores, above 0.
+    """
+
+    causal: bool
+    mask: Tensor | None
+    scale: float
+    softcap: float
+
+    def _tiles(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Each tile's rows, `tanh(score / softcap)`, masked scores (`[n, K, H/K, rows, keys]`)."""
+        for start in range(0, query.shape[3], _TILE):
+            rows = slice(start, min(start + _TILE, query.shape[3]))
+            products = query[..., rows, :] @ key[:, :, None].transpose(-1, -2)
+            bounded = torch.tanh(products * (self.scale / self.softcap))
+            scores = bounded * self.softcap
+            if self.mask is not None:
+                scores = scores + self.mask[rows].to(scores.dtype)
+            if self.causal:
+                seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(start)
+                scores = scores.masked_fill(~seen, float("-inf"))
+            yield rows, bounded, scores
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """`out [n, H, L, D]` in the query's dtype and `lse [n, H, L]` in a wide one."""
+        q, k, v = _wide(query, key.shape[1]), _wide(key), _wide(value)
+        outs, lses = [], []
+        for _, _, scores in self._tiles(q, k):
+            lse = torch.logsumexp(scores, dim=-1)
+            outs.append(torch.exp(scores - lse[..., None]) @ v[:, :, None])
+            lses.append(lse)
+        out = torch.cat(outs, dim=3).flatten(1, 2)
+        return out.to(query.dtype), torch.cat(lses, dim=3).flatten(1, 2)
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value, wide, from the final out and lse of each row."""
+        groups = key.shape[1]
+        q, k, v = _wide(query, groups), _wide(key), _wide(value)
+        given, final = _wide(grad_out, groups), _wide(out, groups)
+        delta = (given * final).sum(-1)
+        norm = lse.unflatten(1, (groups, -1))
+        d_query, d_key, d_value = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, bounded, scores in self._tiles(q, k):
+            weights = torch.exp(scores - norm[..., rows, None])
+            pull = given[..., rows, :] @ v[:, :, None].transpose(-1, -2) - delta[..., rows, None]
+            d_products = weights * pull * (1 - bounded * bounded) * self.scale
+            d_query[..., rows, :] = d_products @ k[:, :, None]
+            d_key += (d_products.transpose(-1, -2) @ q[..., rows, :]).sum(2)
+            d_value += (weights.transpose(-1, -2) @ given[..., rows, :]).sum(2)
+        return d_query.flatten(1, 2), d_key, d_value
+
+
+def _wide(tensor: Tensor, groups: int = 0) -> Tensor:
+    """In float32 or wider; with `groups`, query heads as `[n, K, H/K, L, D]`."""
+    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.unflatten(1, (groups, -1)) if groups else tensor
+
 
 Fields = Mapping[str, Tensor]  # the tensors of one array, by field name
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -37,7 +130,7 @@ class Scoring:
     causal: bool = True
     softcap: float = 0.0
 
-    def mask(self, call: Call, like: Tensor) -> Tensor | None:
+    def mask(self, call: KernelCall, like: Tensor) -> Tensor | None:
         """A band's additive mask `[q, k]`; `None` where the kernel needs none."""
         if call.mask != BAND:
             return None
@@ -47,13 +140,13 @@ class Scoring:
         seen = (distance >= lowest) & (distance < self.window)
         return torch.zeros(rows, keys, dtype=like.dtype).masked_fill(~seen, float("-inf"))
 
-    def capped(self, call: Call, like: Tensor) -> Capped:
+    def capped(self, call: KernelCall, like: Tensor) -> Capped:
         """The same scores for the kernel that caps them."""
         mask, causal = self.mask(call, like), call.mask == CAUSAL
         return Capped(causal=causal, mask=mask, scale=self.scale, softcap=self.softcap)
 
 
-def attend(call: Call, *, q: Fields, kv: Fields, into: Fields, scoring: Scoring) -> None:
+def attend(call: KernelCall, *, q: Fields, kv: Fields, into: Fields, scoring: Scoring) -> None:
     """Compute a call's partials `(out, lse)` and store them in `into`, or merge them with what
     earlier pieces of the same rows left there."""
     rows, keys, target = (call.rows[role] for role in ("q", "kv", "into"))
@@ -79,7 +172,14 @@ def attend(call: Call, *, q: Fields, kv: Fields, into: Fields, scoring: Scoring)
 
 
 def attend_grad(
-    call: Call, *, q: Fields, kv: Fields, grad: Fields, dq: Fields, dkv: Fields, scoring: Scoring
+    call: KernelCall,
+    *,
+    q: Fields,
+    kv: Fields,
+    grad: Fields,
+    dq: Fields,
+    dkv: Fields,
+    scoring: Scoring,
 ) -> None:
     """Add a call's gradients to `dq` and `dkv`.
 

@@ -1,6 +1,6 @@
 """Query, key, value rows of one rank -> attention output, differentiable: one node per phase.
 
-Floor: runtime. An exchange before and after the kernels, in both directions, means three phases and
+Layer: runtime. An exchange before and after the kernels, in both directions, means three phases and
 three autograd nodes: the backward of the last starts the exchange, that of the first collects it.
 Home keeps q, k, v, out and lse (resend backward); servers keep nothing.
 """
@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm.channels import Channel
-from ..kernels.merge import merge
-from ..kernels.softmax import Scoring
-from ..plan.count import Widths
-from ..plan.program import Program
+from ..kernels.softmax import Scoring, merge
+from ..planning.program.counts import Widths
+from ..planning.program.program import Program
 from .executor import Account, Execution, drive
 from .requests import Request
 

@@ -1,10 +1,12 @@
-"""Posts and waits of one program -> messages over its channels, relays included.
+"""The tensors of a message's blocks -> its bytes, and back.
 
-Floor: runtime. An exchange is unpacked at its wait. Only where relays pass it on, its channel's
+Layer: runtime. A message holds its blocks' fields end to end, whatever their dtypes and strides.
+
+Posts and waits of one program -> messages over its channels, relays included. An exchange is unpacked at its wait. Only where relays pass it on, its channel's
 waiting thread unpacks it as it arrives, and has them leave; a program without relays has no thread.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +14,40 @@ import torch
 from torch import Tensor
 
 from ..comm.arrivals import Arrival, Exchange, Following, Joined
-from ..comm.channels import Channel, Parcel
-from ..comm.relaying import Relaying, numbered
-from ..plan.program import Block, Post, Program
-from . import messages
+from ..comm.channels import Channel, Payload, Relaying, numbered
+from ..planning.program.operations import Block, Post
+from ..planning.program.program import Program
+
+
+def size(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors' bytes, uint8, each copied once."""
+    data = torch.empty(size(tensors), dtype=torch.uint8)
+    start = 0
+    for tensor in tensors:
+        part = data[start : start + size([tensor])]
+        if start % tensor.element_size():  # a view in another dtype must be aligned
+            part.copy_(tensor.reshape(-1).view(torch.uint8))
+        else:
+            part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start += len(part)
+    return data
+
+
+def unpack(data: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Fill the tensors from a message's bytes."""
+    start = 0
+    for tensor in tensors:
+        part = data[start : start + size([tensor])]
+        if start % tensor.element_size():
+            part = part.clone()  # a view in another dtype must be aligned
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+        start += len(part)
+
 
 Views = Callable[[Block], list[Tensor]]
 _Leaving = list[tuple[list[int], list[Tensor]]]  # peers, and what the message to each holds
@@ -70,7 +102,7 @@ class Exchanges:
         arriving: _Arriving = []
         for _, blocks in op.recvs:
             filled = self._tensors(blocks)
-            arriving.append((torch.empty(messages.size(filled), dtype=torch.uint8), filled))
+            arriving.append((torch.empty(size(filled), dtype=torch.uint8), filled))
         sends = self._leaving(op)
         recvs = [(peer, data) for (peer, _), (data, _) in zip(op.recvs, arriving, strict=True)]
         exchange: Exchange
@@ -88,7 +120,7 @@ class Exchanges:
             else:
                 exchange = Joined([channel.post(_packed(sends), [], what=what), exchange])
         tensors = [each for _, of_message in (*sends, *arriving) for each in of_message]
-        self._sizes[op.tag] = messages.size(tensors)
+        self._sizes[op.tag] = size(tensors)
         self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
         self._pending[op.tag] = _Pending(exchange, arriving, arrival)
 
@@ -96,7 +128,7 @@ class Exchanges:
         self, after: int, sends: _Leaving, channel: Relaying, received: Exchange, *, what: str
     ) -> Exchange:
         """Have the sends leave once the exchange that they pass on has arrived."""
-        sizes = [(peer, messages.size(tensors)) for peers, tensors in sends for peer in peers]
+        sizes = [(peer, size(tensors)) for peers, tensors in sends for peer in peers]
         leaving, upon = channel.reserve(sizes, what=what), self._pending[after].arrival
         assert upon is not None, after
         upon.then(lambda: leaving.leave([data for _, data in _packed(sends)]))
@@ -128,8 +160,8 @@ class Exchanges:
         del self._sizes[tag]
 
 
-def _packed(sends: _Leaving) -> list[Parcel]:
-    made = [(peers, messages.pack(tensors)) for peers, tensors in sends]
+def _packed(sends: _Leaving) -> list[Payload]:
+    made = [(peers, pack(tensors)) for peers, tensors in sends]
     return [(peer, data) for peers, data in made for peer in peers]
 
 
@@ -137,4 +169,4 @@ def _unpack(arriving: _Arriving, inference: bool) -> None:
     """Fill tensors from messages, in the `inference` mode in which they were made."""
     with torch.inference_mode(inference):
         for data, tensors in arriving:
-            messages.unpack(data, tensors)
+            unpack(data, tensors)

@@ -1,42 +1,76 @@
-"""A program and one layer's tensors -> its attention, phase by phase.
+"""Parts of a block -> the block: copied, summed, merged or formed anew.
 
-Floor: runtime. The executor is a generator that yields at waits only, so one program runs blocking
+Layer: runtime. A block is the list of its fields' tensors, in the order of its kind.
+
+A program and one layer's tensors -> its attention, phase by phase. The executor is a generator that yields at waits only, so one program runs blocking
 in a process, in lock step over ranks in one thread, or between two halves of a batch. Letters: T
 rows, H query heads, K key/value heads, D head size, V value head size.
+
+What ties batches to this process: the channel of its group and the account of its attention.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from ..comm.arrivals import Exchange
-from ..comm.channels import Channel
+from ..comm.channels import Channel, sent_over_all, sent_to_each
 from ..kernels import softmax
-from ..kernels.pieces import Call, Task, calls
-from ..kernels.softmax import Scoring
-from ..plan.count import Widths, lifetimes
-from ..plan.heads import Heads, heads_in, kept_heads
-from ..plan.program import (
-    HOME,
-    KINDS,
-    Attend,
-    AttendGrad,
-    Block,
-    Field,
-    Fold,
-    Local,
-    Op,
-    Post,
-    Program,
-    Wait,
-)
-from . import messages
+from ..kernels.chunk_states import decayed
+from ..kernels.kernel_calls import KernelCall, KernelTask, calls
+from ..kernels.softmax import Scoring, merge
+from ..planning.program.counts import HeadRange, Widths, heads_in, kept_heads, lifetimes
+from ..planning.program.operations import Attend, AttendGrad, Block, Fold, Local, Op, Post, Wait
+from ..planning.program.program import HOME, KINDS, Field, Program
+from . import exchanges
 from .exchanges import Exchanges
-from .folds import fold
+from .requests import Caller
+
+_Views = Sequence[Tensor]
+
+
+def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
+    """Combine parts into the target, in their order; see `plan.program.Fold`."""
+    if how == "cat":
+        for i, view in enumerate(target):
+            view.copy_(torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i])
+    elif how == "sum":
+        for part in parts:
+            for view, value in zip(target, part, strict=True):
+                view.add_(value)
+    elif how == "affine":
+        (offset,), (decay,), (entering,) = parts
+        target[0].copy_(offset + _decayed(decay, entering))
+    elif how == "product":
+        (later,), (earlier,) = parts
+        target[0].copy_(_decayed(later, earlier))
+    elif how == "delta":
+        grad_out, out, lse = parts[0]
+        wide = lse.dtype
+        target[0].copy_(grad_out)
+        target[1].copy_(linalg.vecdot(grad_out.to(wide), out.to(wide))[..., None])
+        target[2].copy_(lse)
+    else:
+        (out, lse), same = parts[0], target[0].dtype == parts[0][0].dtype
+        lse = lse[..., 0]
+        for other_out, other_lse in parts[1:]:
+            last = other_out is parts[-1][0]  # then all parts are read, whatever the target is
+            into = target[0] if same and last else None
+            out, lse = merge(out, lse, other_out, other_lse[..., 0], into=into)
+        if out is not target[0]:
+            target[0].copy_(out)
+        target[1].copy_(lse[..., None])
+
+
+def _decayed(decay: Tensor, state_NHV: Tensor) -> Tensor:
+    """M S of arrays by rows: M is `[1, H, 1]`, `[N, H, 1]` or `[N, H, N]`."""
+    return decayed(decay.transpose(0, 1), state_NHV.transpose(0, 1)).transpose(0, 1)
+
 
 Fields = dict[str, Tensor]
 _ROLES = {Attend: ("q", "kv", "into"), AttendGrad: ("q", "kv", "grad", "dq", "dkv")}
@@ -47,7 +81,7 @@ class _Kernels:
     """Neighbouring tasks on the same arrays, as kernel calls."""
 
     arrays: dict[str, Block]  # with all rows
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
     tasks: int
     backward: bool
 
@@ -67,7 +101,7 @@ def _steps(
 
 
 def _fused(program: Program, phase: Iterable[Op], window: int, causal: bool) -> Iterable[Step]:
-    tasks: list[Task] = []
+    tasks: list[KernelTask] = []
     arrays: dict[str, Block] = {}
 
     def flush() -> Iterable[Step]:
@@ -88,7 +122,9 @@ def _fused(program: Program, phase: Iterable[Op], window: int, causal: bool) -> 
             arrays = whole
         (_, q_pos, _), (_, k_pos, _) = program.task(op.q), program.task(op.kv)
         rows = {role: block.start for role, block in blocks.items()}
-        tasks.append(Task(rows, q_pos, op.q.stop - op.q.start, k_pos, op.kv.stop - op.kv.start))
+        tasks.append(
+            KernelTask(rows, q_pos, op.q.stop - op.q.start, k_pos, op.kv.stop - op.kv.start)
+        )
     yield from flush()
 
 
@@ -197,7 +233,7 @@ class Execution:
                 made[f.name] = torch.empty(shape, dtype=self._dtype(f.wide))
         return made
 
-    def _heads(self, heads: Heads, of: Field) -> tuple[int, int]:
+    def _heads(self, heads: HeadRange, of: Field) -> tuple[int, int]:
         """The heads of a field that belong to these groups."""
         groups = int(self.program.head_groups[0]) or self.widths.kv_heads
         sizes = {"H": self.widths.heads, "K": self.widths.kv_heads, "1": 1}
@@ -258,7 +294,7 @@ class Execution:
 
 
 def _bytes(fields: Fields) -> int:
-    return messages.size(list(fields.values()))
+    return exchanges.size(list(fields.values()))
 
 
 @lru_cache(maxsize=256)
@@ -272,3 +308,29 @@ def drive(steps: Generator[Exchange], account: Account) -> None:
         started = time.perf_counter()
         exchange.wait()
         account.waited += time.perf_counter() - started
+
+
+@dataclass(slots=True, kw_only=True)
+class Runtime:
+    """The channel of this rank's group, and what its attention layers did so far.
+
+    Args:
+        channel (`Channel`, *optional*): How the group exchanges; `None` where one process is alone.
+        account (`Account`): Counts of calls, bytes and seconds.
+        callers (`tuple[Caller, ...]`): Tell each extra server what it will have to do; only the
+            group's first rank has them.
+    """
+
+    channel: Channel | None = None
+    account: Account = field(default_factory=Account)
+    callers: tuple[Caller, ...] = ()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank has sent to its peers."""
+        return sent_over_all(self.channel) if self.channel else 0
+
+    @property
+    def sent_to(self) -> Counter[int]:
+        """Bytes this rank has sent to each of its peers."""
+        return sent_to_each(self.channel) if self.channel else Counter()

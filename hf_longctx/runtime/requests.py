@@ -1,6 +1,6 @@
 """A layer's direction and its plan -> what an extra server is told of it, and what it understands.
 
-Floor: runtime. The first rank of a group tells each server what comes: a header of one length, then
+Layer: runtime. The first rank of a group tells each server what comes: a header of one length, then
 the server's program where it does not know it. All else travels as the program says. Both sides
 keep the same last programs, so that neither asks the other what it knows.
 """
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..comm.arrivals import Exchange
 from ..comm.bridge import BridgedChannel
-from ..comm.channels import Channel, Exchange, ExchangeError
+from ..comm.channels import Channel, ExchangeError
 from ..kernels.softmax import Scoring
-from ..plan.count import Widths
-from ..plan.packed import pack, unpack
-from ..plan.plans import Plan
-from ..plan.program import Program
+from ..planning.planners.plan import Plan
+from ..planning.program.counts import Widths
+from ..planning.program.program import Program, pack, unpack
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = struct.Struct("<11q2d")

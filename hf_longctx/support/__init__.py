@@ -1,35 +1,42 @@
 """What works under which name, and why not: one set of rules for refusals, README and tests.
 
-Floor: support. Nothing is ever downgraded in silence.
+Layer: support. Nothing is ever downgraded in silence.
 """
 
-from .calls import CALL_KEYWORDS, refuse_call, refuse_misspelt
-from .families import (
+from .argument_rules import ARGUMENT_RULES, validate_arguments, validate_unread_flags
+from .call_rules import (
+    CALL_KEYWORDS,
+    HEAD_RULES,
+    Sharing,
+    validate_call,
+    validate_heads,
+    validate_misspelt,
+)
+from .model_rules import (
     FLA_FAMILIES,
     MIXED_LAYERS,
-    RECURRENT_FAMILIES,
-    RECURRENT_LAYERS,
-    SOFTMAX_LAYERS,
-    recurrent_family,
-)
-from .flags import refuse_unread_flags
-from .given import refuse_given
-from .heads import HEAD_RULES, Sharing, refuse_heads
-from .overlap import PINGPONG_RULES, refuse_pingpong
-from .probed import PROBE_RULES
-from .rules import (
     MODEL_RULES,
     NAMES,
     NESTED,
+    RECURRENT_FAMILIES,
+    RECURRENT_LAYERS,
+    SOFTMAX_LAYERS,
     SOFTMAX_NAMES,
     Rule,
     model_problems,
-    refuse_model,
-    refuse_name,
+    recurrent_family,
+    validate_model,
+    validate_name,
 )
 from .table import table
-from .training import ARGUMENT_RULES, refuse_arguments
-from .wrappers import WRAPPER_RULES, refuse_wrappers
+from .trainer_rules import (
+    PINGPONG_RULES,
+    PROBE_RULES,
+    WRAPPER_RULES,
+    validate_given,
+    validate_pingpong,
+    validate_wrappers,
+)
 
 __all__ = [
     "ARGUMENT_RULES",
@@ -51,15 +58,15 @@ __all__ = [
     "Sharing",
     "model_problems",
     "recurrent_family",
-    "refuse_arguments",
-    "refuse_call",
-    "refuse_given",
-    "refuse_heads",
-    "refuse_misspelt",
-    "refuse_model",
-    "refuse_name",
-    "refuse_pingpong",
-    "refuse_unread_flags",
-    "refuse_wrappers",
+    "validate_arguments",
+    "validate_call",
+    "validate_given",
+    "validate_heads",
+    "validate_misspelt",
+    "validate_model",
+    "validate_name",
+    "validate_pingpong",
+    "validate_unread_flags",
+    "validate_wrappers",
     "table",
 ]

@@ -1,14 +1,12 @@
 """The rules -> the README's support table, in Markdown.
 
-Floor: support.
+Layer: support.
 """
 
-from .heads import HEAD_RULES
-from .overlap import PINGPONG_RULES
-from .probed import PROBE_RULES
-from .rules import MODEL_RULES, NAMES, SOFTMAX_NAMES
-from .training import ARGUMENT_RULES
-from .wrappers import WRAPPER_RULES
+from .argument_rules import ARGUMENT_RULES
+from .call_rules import HEAD_RULES
+from .model_rules import MODEL_RULES, NAMES, SOFTMAX_NAMES
+from .trainer_rules import PINGPONG_RULES, PROBE_RULES, WRAPPER_RULES
 
 
 def table() -> str:

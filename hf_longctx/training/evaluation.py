@@ -1,20 +1,176 @@
-"""Evaluation batches that a group of ranks shares -> loss, predictions and metrics of a whole set.
+"""Which losses may be shared by ranks, and evaluation batches' losses -> the loss of the whole set.
 
-Floor: training. A mixin, part of `LongCtxTrainerMixin`. The number of targets comes from the batch
+Layer: training. Trainer averages batch means, which favours batches with few targets.
+
+What ranks predict for their rows of a batch -> predictions and labels of whole documents. Letters: T rows of this rank, V what a row's prediction holds (for logits, the
+vocabulary), D documents of the data set, S tokens of the longest.
+
+Evaluation batches that a group of ranks shares -> loss, predictions and metrics of a whole set. A mixin, part of `LongCtxTrainerMixin`. The number of targets comes from the batch
 and not from the Trainer below, since some count one rank's, or none, outside training.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, Trainer
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
-from ..data.targets import IGNORE
-from .loss import TokenWeightedLoss
-from .overrides import WatchedStep
-from .predictions import DocumentRows, process
+from ..data.batch import LongCtxBatch
+from ..data.documents import IGNORE
+from .checks import WatchedStep
+
+
+@dataclass(slots=True)
+class TokenWeightedLoss:
+    """Collects losses and numbers of targets of evaluation batches.
+
+    A rank's loss is its sum over targets, divided by the batch's global count and multiplied by the
+    number of trainers, so the mean over trainers is the batch's mean.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+
+    def add(self, loss: Tensor, *, targets: Tensor) -> None:
+        """Note a batch's loss on this rank, and its targets on all trainers."""
+        self.losses.append(loss.detach().double())
+        self.counts.append(targets)
+
+    def weigh(self, values: Sequence[float]) -> float:
+        """The mean over all targets of something that is a mean over each batch's targets."""
+        weights = torch.stack(self.counts).double().cpu()
+        return float((torch.tensor(values).double() * weights).sum() / weights.sum().clamp(min=1))
+
+    def mean(self, accelerator: Any) -> float:
+        """The loss per target over all batches and trainers; a collective call."""
+        if not self.losses:
+            return 0.0
+        weights = torch.stack(self.counts).double()
+        total = (torch.stack(self.losses) * weights).sum()
+        return float(accelerator.gather(total[None]).mean() / weights.sum().clamp(min=1))
+
+
+def validate_loss(trainer: Any) -> None:
+    """Refuse a Trainer whose `compute_loss` is not known to be a sum over tokens.
+
+    Known are Transformers' own, and that of TRL's `SFTTrainer` with `loss_type="nll"`.
+
+    Raises:
+        ValueError: naming the class or the argument, the rule and the remedy.
+    """
+    owner = next(
+        c
+        for c in type(trainer).__mro__
+        if "compute_loss" in vars(c) and not c.__module__.startswith(__package__)
+    )
+    origin = f"{owner.__module__.partition('.')[0]}.{owner.__name__}"
+    if origin not in ("transformers.Trainer", "trl.SFTTrainer"):
+        raise ValueError(
+            f"{owner.__name__}.compute_loss is overridden: it would see one rank's labels and "
+            "count; use the model's own loss, or trl.SFTTrainer with loss_type='nll'"
+        )
+    if getattr(trainer.args, "loss_type", "nll") != "nll":
+        raise ValueError(
+            f"loss_type={trainer.args.loss_type!r} is not tested across ranks; use loss_type='nll'"
+        )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ValueError(
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: the MoE auxiliary loss is no "
+            "mean over tokens, so it cannot be summed over ranks; set router_aux_loss_coef=0.0"
+        )
+
+
+_CHECKED = 64  # rows; see `process`
+
+
+@dataclass(slots=True)
+class DocumentRows:
+    """Collects the rows of evaluation batches from all trainers, and puts them where they belong.
+
+    Every trainer ends up with all predictions, as under Trainer; only one batch at a time is on the
+    device.
+    """
+
+    places: list[np.ndarray] = field(default_factory=list)
+    columns: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+
+    def add(self, batch: LongCtxBatch, *columns: Tensor, accelerator: Any) -> None:
+        """Note one batch; a collective call.
+
+        Args:
+            batch (`LongCtxBatch`): Says which documents the rows are of.
+            columns (`Tensor`): Each `[1, T, ...]`, one row of it per token.
+            accelerator: Gathers from all trainers.
+        """
+        device = columns[0].device
+        places = torch.from_numpy(batch.places()).to(device)
+        rows, *gathered = (
+            _gather(values, accelerator, fill=-1 if i == 0 else 0)
+            for i, values in enumerate((places, *(column[0] for column in columns)))
+        )
+        kept = rows[:, 0] >= 0  # neither filler nor what a shorter rank was padded with
+        self.places.append(rows[kept])
+        self.columns.append(tuple(values[kept] for values in gathered))
+
+    def documents(self) -> tuple[np.ndarray, ...]:
+        """Each column as `[D, S, ...]`, in the order of the data set, -100 after a document's end.
+
+        Fragments of a split document stand where they were cut from; what truncation drops is left
+        out.
+        """
+        shape = np.max([rows.max(0) for rows in self.places], 0) + 1
+        whole = [np.full((*shape, *c.shape[1:]), IGNORE, c.dtype) for c in self.columns[0]]
+        for rows, columns in zip(self.places, self.columns, strict=True):
+            for out, values in zip(whole, columns, strict=True):
+                out[rows[:, 0], rows[:, 1]] = values
+        return tuple(whole)
+
+
+def _gather(rows: Tensor, accelerator: Any, *, fill: int) -> np.ndarray:
+    """`[rows of all trainers, ...]`; a trainer with fewer than others adds rows of `fill`."""
+    if rows.dtype == torch.bfloat16:
+        rows = rows.float()  # NumPy has no bfloat16
+    padded = accelerator.pad_across_processes(rows, dim=0, pad_index=fill)
+    gathered: np.ndarray = accelerator.gather(padded).cpu().numpy()
+    return gathered
+
+
+def process(function: Callable[[Tensor, Tensor], Any], logits: Tensor, labels: Tensor) -> Tensor:
+    """Predictions that `preprocess_logits_for_metrics` makes of a rank's logits.
+
+    Args:
+        function (`Callable`): The user's.
+        logits (`Tensor`): `[1, T, V]`.
+        labels (`Tensor`): int64 `[1, T]`, not shifted.
+
+    Returns:
+        `[1, T, ...]`.
+
+    Raises:
+        ValueError: where a row of the result depends on other rows, which may be of another
+            document, or be missing on this rank.
+    """
+    found = function(logits, labels)
+    rows = logits.shape[1]
+    # some of the rows, back to front: a function that shifts or sums over tokens shows itself
+    some = slice(0, min(_CHECKED, (rows + 1) // 2))
+    again = function(logits[:, some].flip(1), labels[:, some].flip(1))
+    if isinstance(found, Tensor) and found.shape[:2] == (1, rows):
+        few, same = found[:, some].flip(1).double(), again.double()
+        if few.shape == same.shape and torch.allclose(few, same, 1e-4, 1e-6, equal_nan=True):
+            return found
+    got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    raise ValueError(
+        f"preprocess_logits_for_metrics made {got} of logits {tuple(logits.shape)}: a rank holds "
+        "parts of several documents, so it must return [1, tokens, ...] and treat each token by "
+        "itself; shift and sum in compute_metrics, where documents are whole"
+    )
+
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 

@@ -1,6 +1,6 @@
 """Data sets of documents -> data loaders of packs, one batch per group and step.
 
-Floor: training.
+Layer: training.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..arguments import LongCtxArguments
+from ..config import LongCtxArguments
 from ..data.collator import LongCtxCollator, PackDataset
 from ..data.documents import Documents
 from ..data.sampler import GroupBatchSampler
-from ..data.scan import scan_documents
 from ..data.stream import PackStream
-from ..plan.levels import Levels
-from .groups import Group
+from ..data.validate import validate_documents
+from ..planning.layouts.levels import Levels
+from ..servers.groups import Group
 
 _PEEK = 8  # rows of a stream that trainers compare before the first step
 
@@ -98,12 +98,12 @@ class Loaders:
         """The packs of this rank's group, from a data set with a length or from a stream.
 
         Args:
-            dataset: Rows; see `scan_documents`.
+            dataset: Rows; see `validate_documents`.
             training (`bool`): Whether packs are shuffled, and a stream starts again at its end.
             description (`str`, *optional*): What to call the data set in messages.
 
         Raises:
-            ValueError: for anything wrong with the data; see `scan_documents` and `packing.fit`.
+            ValueError: for anything wrong with the data; see `validate_documents` and `packing.fit`.
         """
         name = description or ("train_dataset" if training else "eval_dataset")
         if isinstance(dataset, IterableDataset):
@@ -172,7 +172,7 @@ class Loaders:
     def _scan(self, dataset: Any, *, name: str) -> Documents:
         """The documents of a data set; every trainer must hold the same ones."""
         fingerprint = hashlib.blake2b(digest_size=8)
-        documents = scan_documents(
+        documents = validate_documents(
             dataset,
             vocab_size=self.vocab_size,
             description=name,
@@ -212,7 +212,7 @@ class Loaders:
         """A data loader of packs: this rank's rows of each.
 
         Args:
-            dataset: Rows of `input_ids` and optional `labels`; see `scan_documents`.
+            dataset: Rows of `input_ids` and optional `labels`; see `validate_documents`.
             name (`str`): The attention name, which chooses the layout.
             training (`bool`): See `source`.
             topology (`Levels`, *optional*): Nested domains of the group's ranks.

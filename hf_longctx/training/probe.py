@@ -1,6 +1,6 @@
 """A model and a name -> a tiny forward that shows whether the model really does what we rely on.
 
-Floor: training. Five tokens, no exchange, before the first step: does attention reach our hook
+Layer: training. Five tokens, no exchange, before the first step: does attention reach our hook
 with the batch object, is the loss a sum over `shift_labels`, do positions matter, does anything
 beside attention see the neighbouring document? And one token: does it reach all parameters?
 """
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..attention.kinds import layer_configs
+from ..attention.spec import layer_configs
 from ..data.batch import KEY, LongCtxBatch
-from ..data.targets import IGNORE
-from ..models.prepare import recurrent_layers
-from ..plan.layout import cut
-from ..runtime.binding import Runtime
-from ..support.probed import (
+from ..data.documents import IGNORE
+from ..planning.layouts.layout import cut
+from ..recurrent.prepare import recurrent_layers
+from ..runtime.executor import Runtime
+from ..support.trainer_rules import (
     BYPASSED,
     IGNORES_POSITIONS,
     IGNORES_TARGETS,

@@ -1,6 +1,6 @@
 """The arguments in a checkpoint -> this run's attention name, and whether its data goes on there.
 
-Floor: training. A resumed run skips as many batches as were taken before. It goes on where the
+Layer: training. A resumed run skips as many batches as were taken before. It goes on where the
 checkpoint stopped only if those batches held the same documents, which the arguments decide.
 """
 
@@ -14,7 +14,7 @@ import torch
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..arguments import LongCtxArguments
+from ..config import LongCtxArguments
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def arguments_of(checkpoint: str | bool, *, output_dir: str) -> Any | None:
         ) from error
 
 
-def refuse_sharded(trainer: Any, *, checkpoint: str | bool) -> None:
+def validate_resumable(trainer: Any, *, checkpoint: str | bool) -> None:
     """Refuse to resume a model that was sharded when it was loaded.
 
     Raises:
@@ -82,7 +82,7 @@ def restore_name(model: Any, kept: Any, *, source: str) -> bool:
     return True
 
 
-def refuse_other_data(kept: Any, arguments: Any, *, checkpoint: str | bool, stream: bool) -> None:
+def validate_same_data(kept: Any, arguments: Any, *, checkpoint: str | bool, stream: bool) -> None:
     """Refuse to skip other data than the checkpoint's run took; log what only changes its speed.
 
     Args:

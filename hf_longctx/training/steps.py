@@ -1,6 +1,6 @@
 """Micro-batches that a group of ranks shares -> Trainer's steps, and what they moved.
 
-Floor: training. A mixin, part of `LongCtxTrainerMixin`: it ties each batch to this process's
+Layer: training. A mixin, part of `LongCtxTrainerMixin`: it ties each batch to this process's
 channel, has the ranks compare its plan, and reports balance, bytes and waiting time.
 """
 
@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..attention.kinds import layer_configs, layer_kinds, layer_widths
+from ..attention.spec import layer_configs, layer_kinds, layer_widths
 from ..comm.topology import Topology
 from ..data.batch import KEY, LongCtxBatch
-from ..plan.auto import Auto
-from ..plan.count import by_level
-from ..plan.measured import CostTable
-from ..plan.schedule import Link, Sizes
-from .auto import say_choices
-from .halves import say_whole
-from .overrides import WatchedStep
-from .positions import refuse_longer
+from ..planning.layouts.cost import CostTable
+from ..planning.predict.predict import Auto
+from ..planning.predict.scan_schedule import NeighbourLink, Sizes
+from ..planning.program.counts import by_level
+from ..runtime.pingpong import log_unsplit
+from ..servers.manager import limit_memory
+from .checks import WatchedStep, validate_positions
+from .measurements import BY_LINK, find_link, log_choices, log_scans
 from .report import LEVEL, StepReport, summary
-from .scans import BY_LINK, find_link, say_scans
-from .server_memory import limit_memory
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
@@ -34,7 +32,7 @@ class StepsMixin(_Base):
     longctx_costs: CostTable | None
     longctx_auto: Auto | None
     longctx_topology: Topology | None
-    longctx_link: Link | None = None  # between neighbours, once it was measured
+    longctx_link: NeighbourLink | None = None  # between neighbours, once it was measured
     _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
     _scanned: frozenset[tuple[Sizes, int]] = frozenset()  # what was logged of scans
     _report: StepReport  # since the last log
@@ -56,7 +54,7 @@ class StepsMixin(_Base):
                 f"a batch without {KEY!r} reached the model: it did not come from this trainer's "
                 "data loaders; pass documents as train_dataset and leave data_collator out"
             )
-        refuse_longer(batch.layout.lengths.tolist(), limit=self._position_limit)
+        validate_positions(batch.layout.lengths.tolist(), limit=self._position_limit)
         if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
         batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
@@ -77,7 +75,7 @@ class StepsMixin(_Base):
             digest = batch.digest(self.longctx_algorithm, kinds)
             self.longctx_runtime.channel.agree(digest, what="the plan of a batch")
             if self.args.process_index == 0:
-                self._chosen = say_choices(batch, before=self._chosen)
+                self._chosen = log_choices(batch, before=self._chosen)
         return batch
 
     def _find_link(self) -> None:
@@ -97,7 +95,7 @@ class StepsMixin(_Base):
         kinds = layer_kinds(self.model.config)
         self._report.add(batch, algorithm=self.longctx_algorithm, kinds=kinds)
         if self.args.longctx_overlap == "pingpong" and self.args.process_index == 0:
-            say_whole(batch)
+            log_unsplit(batch)
         self._watched = watched = WatchedStep.begin(self, inputs)
         try:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
@@ -105,7 +103,7 @@ class StepsMixin(_Base):
         finally:
             self._watched = None
         if self.args.process_index == 0:
-            self._scanned = say_scans(batch, before=self._scanned)
+            self._scanned = log_scans(batch, before=self._scanned)
         return loss
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:

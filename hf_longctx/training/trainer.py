@@ -1,6 +1,6 @@
 """`Trainer` over batches that a group of ranks shares: a cooperative mixin and a ready class.
 
-Floor: training. The mixin builds the data loaders (documents in, packs out), binds this process's
+Layer: training. The mixin builds the data loaders (documents in, packs out), binds this process's
 channel to each batch. Trainer's own loss arithmetic is exact here: every rank gives `labels` and
 `shift_labels` of different tokens, and the count is global. Steps are in `steps`, what a lost
 server makes run again in `replay`, evaluation in `evaluation`.
@@ -11,41 +11,43 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ..arguments import LongCtxArguments
-from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
+from ..attention.spec import log_whole_exchanges, validate_layer_heads
 from ..comm.channels import GlooChannel
-from ..comm.places import own_place
-from ..comm.topology import Topology, find_topology, given_levels, refuse_domains
+from ..comm.topology import Topology, find_topology, given_levels, own_place, validate_domains
+from ..config import LongCtxArguments
 from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
-from ..models.prepare import prepare
-from ..plan.auto import Auto
-from ..plan.levels import Levels
+from ..planning.layouts.levels import Levels
+from ..planning.predict.predict import Auto
+from ..recurrent.prepare import prepare
+from ..runtime.pingpong import run_in_halves
+from ..servers.groups import find_group, join, servers_for, widen
+from ..servers.replay import ReplayMixin
 from ..support import (
     NAMES,
     NESTED,
-    refuse_arguments,
-    refuse_given,
-    refuse_model,
-    refuse_pingpong,
-    refuse_unread_flags,
-    refuse_wrappers,
+    validate_arguments,
+    validate_given,
+    validate_model,
+    validate_pingpong,
+    validate_unread_flags,
+    validate_wrappers,
 )
-from .auto import find_auto
-from .callback import LongCtxCallback
-from .collators import leave_out, refuse_other_targets, say_left_out
-from .costs import shared_costs
-from .evaluation import EvaluationMixin
-from .groups import find_group, join, servers_for, widen
-from .halves import run_halves
+from .checks import (
+    leave_out,
+    log_left_out,
+    position_limit,
+    validate_collator_targets,
+    validate_loaders,
+    validate_positions,
+)
+from .evaluation import EvaluationMixin, validate_loss
 from .loaders import Loaders
-from .loss import refuse_other_losses
-from .overrides import refuse_shadowed_loaders
-from .positions import position_limit, refuse_longer
+from .measurements import find_auto, shared_costs
 from .probe import probe, uses_all_parameters
-from .replay import ReplayMixin
-from .resume import arguments_of, refuse_other_data, refuse_sharded, restore_name
+from .report import LongCtxCallback
+from .resume import arguments_of, restore_name, validate_resumable, validate_same_data
 from .steps import StepsMixin
 
 
@@ -63,17 +65,17 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ignored = leave_out(self.data_collator)
-        say_left_out(self.data_collator, ignore_id=ignored)
-        refuse_shadowed_loaders(self, mixin=LongCtxTrainerMixin)
-        refuse_other_losses(self)
+        log_left_out(self.data_collator, ignore_id=ignored)
+        validate_loaders(self, mixin=LongCtxTrainerMixin)
+        validate_loss(self)
         if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func would see one rank's labels and shift them again; leave it out "
                 "and use the model's own loss"
             )
         self._longctx_arguments()
-        refuse_arguments(self.args)
-        refuse_given(self.model, train_dataset=self.train_dataset)
+        validate_arguments(self.args)
+        validate_given(self.model, train_dataset=self.train_dataset)
         self.longctx_group = find_group(self.args)
         given_levels(
             self.args.longctx_topology,
@@ -82,7 +84,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         )
         self.longctx_topology: Topology | None = None
         self.longctx_auto: Auto | None = None
-        refuse_wrappers(self)
+        validate_wrappers(self)
         self.longctx_loaders = Loaders(
             self.args,
             self.longctx_group,
@@ -140,18 +142,18 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
 
     def _adopt(self) -> None:
         """Refuse or accept the model under its name; keep the name for a resume."""
-        refuse_model(self.model.config, name=self.longctx_attention)
+        validate_model(self.model.config, name=self.longctx_attention)
         prepare(self.model)
-        refuse_unshared_heads(
+        validate_layer_heads(
             self.model.config,
             name=self.longctx_algorithm,
             ranks=self.longctx_group.size,
             size=self.args.longctx_ulysses_size,
         )
         given = {"name": self.longctx_attention, "algorithm": self.longctx_algorithm}
-        refuse_unread_flags(self.args, **given)
+        validate_unread_flags(self.args, **given)
         overlap = LongCtxArguments.plan_overlap(self.args, self.longctx_attention)
-        say_whole_exchanges(self.model.config, overlap=overlap)
+        log_whole_exchanges(self.model.config, overlap=overlap)
         if not getattr(self, "model_accepts_loss_kwargs", True):
             raise ValueError(
                 f"{type(self.model).__name__} does not take num_items_in_batch, so its loss cannot "
@@ -159,8 +161,8 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             )
         probe(self.model, name=self.longctx_attention)
         if self.args.longctx_overlap == "pingpong":
-            refuse_pingpong(self.longctx_attention, trainer=self)
-            run_halves(self.model)
+            validate_pingpong(self.longctx_attention, trainer=self)
+            run_in_halves(self.model)
         self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:
@@ -184,7 +186,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             dataset, training=name == "train_dataset", description=name
         )
         columns = columns_in(dataset)
-        refuse_other_targets(self.data_collator, columns)
+        validate_collator_targets(self.data_collator, columns)
         if self._position_limit is not None and "position_ids" in columns:
             raise ValueError(
                 f"{name} has position_ids, but documents are numbered from 0, which a model with a "
@@ -192,7 +194,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             )
         if isinstance(source, GroupBatchSampler):  # a stream's documents are checked as they come
             lengths = (piece.length for pack in source.packs for piece in pack)
-            refuse_longer(lengths, limit=self._position_limit)
+            validate_positions(lengths, limit=self._position_limit)
         return source
 
     def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
@@ -224,7 +226,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 channel=channel,
                 place=own_place(self.accelerator.device),
             )
-            refuse_domains(self.longctx_topology, size=self.args.longctx_ulysses_size)
+            validate_domains(self.longctx_topology, size=self.args.longctx_ulysses_size)
             if isinstance(channel, GlooChannel):
                 channels, device = self.longctx_topology.levels.channels, self.accelerator.device
                 widen(channel, self.longctx_group, channels=channels, device=device)
@@ -268,12 +270,14 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         if self.train_dataset is not None:
             self.args.longctx_train_data = self.longctx_loaders.fingerprint(self.train_dataset)
         if resume_from_checkpoint:
-            refuse_sharded(self, checkpoint=resume_from_checkpoint)
+            validate_resumable(self, checkpoint=resume_from_checkpoint)
             kept = arguments_of(resume_from_checkpoint, output_dir=self.args.output_dir)
             if kept is not None:
                 self._restore_name(kept, source="the checkpoint")
                 stream = isinstance(self.longctx_sampler, PackStream)
-                refuse_other_data(kept, self.args, checkpoint=resume_from_checkpoint, stream=stream)
+                validate_same_data(
+                    kept, self.args, checkpoint=resume_from_checkpoint, stream=stream
+                )
         self._forget_evaluation()
         with self.longctx_servers:
             self.longctx_servers.start()

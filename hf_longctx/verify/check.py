@@ -1,19 +1,160 @@
-"""A model or config -> for every attention name of ours, whether it works, and why not.
+"""A model's config -> a small instance of the same family that decides support as the full one.
 
-Floor: verify. The rules look at the config; where none applies, the probe runs a few tokens
+Layer: verify. Kept: layer kinds, heads, rotary settings, windows, flags. Cut: layers to the first
+of each kind, vocabulary, experts, widths of MLPs and of the residual stream.
+
+A model or config -> for every attention name of ours, whether it works, and why not. The rules look at the config; where none applies, the probe runs a few tokens
 through the model, or through a small instance of a config's family.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..models.prepare import prepared
-from ..models.watch import watch
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..recurrent.prepare import prepared
+from ..recurrent.unprepared_guard import guard
 from ..support import NAMES, model_problems
 from ..training.probe import probe
-from .shrink import small_model
+from .fla_reference import library_for, naive_kernels
+
+MAX_LAYERS = 10_000  # far above any model; kinds of layers are told apart one by one
+MAX_PARAMETERS = 300_000_000  # of an instance: about a gigabyte, and seconds to draw
+VOCABULARY = 256
+EXPERTS = 16  # divisible by the usual numbers of expert groups, and no fewer than the usual top-k
+MLP_WIDTH = 64
+WIDTH_PER_HEAD = 16
+_EXPERTS = {"n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"}
+_PER_TOKEN = {"num_experts_per_tok", "moe_k", "moe_topk"}
+
+
+def small_model(config: Any, *, build: Callable[[Any], Any] | None = None) -> Any:
+    """A model of the config's family, on the CPU in float32, that runs under its own attention.
+
+    Args:
+        config: A Transformers config; left as it is.
+        build (`Callable[[Any], Any]`, *optional*): Config -> model; the causal language model of
+            the config by default.
+
+    Raises:
+        ValueError: for a number of layers that no model has; where neither a shrunk instance nor
+            the config as given (up to `MAX_PARAMETERS`) can be built and run on three tokens.
+    """
+    validate_layers(getattr(config.get_text_config(decoder=True), "num_hidden_layers", None))
+    build = build or AutoModelForCausalLM.from_config
+    reasons = []
+    for candidate in _candidates(config):
+        candidate._attn_implementation = None  # the family's own, which must run by itself
+        try:
+            with torch.device("meta"), library_for(candidate):
+                size = sum(p.numel() for p in build(copy.deepcopy(candidate)).parameters())
+            if size > MAX_PARAMETERS:
+                raise ValueError(f"{size:,} parameters are above {MAX_PARAMETERS:,}")
+            with library_for(candidate):
+                model = build(candidate).float().eval()
+            with torch.no_grad(), naive_kernels(model):
+                model(input_ids=torch.arange(3)[None], use_cache=False)
+        except Exception as error:  # whatever a family does with sizes it was not made for
+            reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        else:
+            return model
+    raise ValueError(
+        f"nothing was run: no small instance of this family can be built ({reasons[0]}); load the "
+        "model and pass it to hf_longctx.check"
+    )
+
+
+def validate_layers(layers: object) -> None:
+    """Raise ValueError for a number of layers that no model has; anything but an `int` passes."""
+    if isinstance(layers, int) and not 1 <= layers <= MAX_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers={layers:,}: a model has 1 to {MAX_LAYERS:,} layers; give the "
+            "number that the checkpoint has"
+        )
+
+
+def _candidates(config: Any) -> Iterator[Any]:
+    """The smallest config first, then one with the full residual width, then the config itself."""
+    for with_width in (True, False):
+        with suppress(Exception):
+            yield shrink(config, width=with_width)
+    yield copy.deepcopy(config)
+
+
+def shrink(config: Any, *, width: bool = True) -> Any:
+    """A copy of a config with fewer layers, experts, tokens and channels.
+
+    Args:
+        config: A Transformers config; its text config is the one that is cut.
+        width (`bool`, *optional*, defaults to True): Cut the residual stream too.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    _cut_layers(text)
+    for name, value in text.to_dict().items():
+        if "intermediate_size" in name or "ffn" in name:
+            _cap(text, name, value, MLP_WIDTH)
+        elif name in _EXPERTS or name in _PER_TOKEN:
+            _cap(text, name, value, EXPERTS)
+        elif "vocab_size" in name:
+            _cap(text, name, value, VOCABULARY)
+        elif name.endswith("_token_id"):
+            ids = value if isinstance(value, list) else [value]
+            kept = [i % VOCABULARY if isinstance(i, int) else i for i in ids]
+            setattr(text, name, kept if isinstance(value, list) else kept[0])
+    heads = getattr(text, "num_attention_heads", None)
+    per_head = max(WIDTH_PER_HEAD, getattr(text, "rotary_dim", None) or 0)
+    if width and heads and text.hidden_size > heads * per_head:
+        text.hidden_size = heads * per_head
+    return small
+
+
+def _cap(config: Any, name: str, value: Any, limit: int) -> None:
+    """Set an integer field, or a list of integers, to at most `limit`."""
+    if isinstance(value, list) and all(isinstance(v, int) for v in value):
+        setattr(config, name, [min(v, limit) for v in value])
+    elif isinstance(value, int) and not isinstance(value, bool):
+        setattr(config, name, min(value, limit))
+
+
+def _cut_layers(config: Any) -> None:
+    """Keep the first layer of each kind: layers are of one kind when all per-layer fields agree."""
+    layers, given = config.num_hidden_layers, config.to_dict()
+    shared = getattr(config, "num_kv_shared_layers", None) or 0  # the last ones reuse keys
+    own = {int(n): v for n, v in (given.get("per_layer_config") or {}).items()}
+    fields = {name: list(v) for name, v in given.items() if isinstance(v, list | tuple)}
+    numbers = {  # fields that list some layers by number
+        name: value
+        for name, value in fields.items()
+        if name.endswith(("_layers", "_idxs", "_indices")) and _numbers_layers(value, layers)
+    }
+    values = {n: v for n, v in fields.items() if len(v) == layers and n not in numbers}
+    first: dict[str, int] = {}
+    for layer in range(layers):
+        listed = [layer in value for value in numbers.values()]
+        kind = [value[layer] for value in values.values()]
+        reuses = layer >= layers - shared
+        first.setdefault(repr((kind, listed, own.get(layer), reuses)), layer)
+    kept = [*first.values()] if len(first) > 1 else sorted({0, layers - 1})
+    config.num_hidden_layers = len(kept)
+    if shared:
+        config.num_kv_shared_layers = sum(layer >= layers - shared for layer in kept)
+    if own:
+        config.per_layer_config = {n: own[old] for n, old in enumerate(kept) if old in own}
+    for name, value in values.items():
+        setattr(config, name, [value[layer] for layer in kept])
+    for name, value in numbers.items():
+        setattr(config, name, [new for new, layer in enumerate(kept) if layer in value])
+
+
+def _numbers_layers(value: list[Any], layers: int) -> bool:
+    """Whether a list holds layers' numbers, each once (and no flag per layer)."""
+    distinct = len(set(map(repr, value))) == len(value)
+    return distinct and all(isinstance(v, int) and 0 <= v < layers for v in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +247,4 @@ def _running(model: Any, name: str) -> Iterator[None]:
     finally:
         for config, own in before:
             config._attn_implementation_internal = own
-        watch(model)
+        guard(model)

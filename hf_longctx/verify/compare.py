@@ -1,6 +1,8 @@
-"""Rank results and one-process references -> the errors and counts that `hf-longctx verify` prints.
+"""Errors of the plain paths -> what ours may be, and which of a report's are larger.
 
-Floor: verify. Two references run every document alone: the naive float64 twin, and stock
+Layer: verify. Where the numbers come from stands in `compare`.
+
+Rank results and one-process references -> the errors and counts that `hf-longctx verify` prints. Two references run every document alone: the naive float64 twin, and stock
 Transformers in float32. Bounds: 1e-10 (with recurrent layers 1e-9) against the twin in float64; in
 bf16 twice (gradients three times) the error of the plain bf16 path; in float32, and against
 Transformers, 1e-5 (recurrent gradients 1e-4) or, where the plain float32 path itself is further
@@ -8,7 +10,7 @@ than that from the twin, twice (three times) its error.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,20 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import LongCtxArguments
-from ..attention.kinds import refuse_unshared_heads, say_whole_exchanges
-from ..comm.processes import RankPool
+from ..attention.spec import log_whole_exchanges, validate_layer_heads
 from ..comm.topology import given_levels
-from ..plan.levels import Levels
+from ..config import LongCtxArguments
+from ..planning.layouts.levels import Levels
 from ..support import (
     recurrent_family,
-    refuse_model,
-    refuse_name,
-    refuse_pingpong,
-    refuse_unread_flags,
+    validate_model,
+    validate_name,
+    validate_pingpong,
+    validate_unread_flags,
 )
-from .bounds import bounds_of, broken
-from .fla import naive_kernels
+from .fla_reference import naive_kernels
+from .rank_pool import RankPool
 from .ranks import Case, RankResult, run_rank
 from .twins import (
     DTYPES,
@@ -41,6 +42,53 @@ from .twins import (
     precision,
     register_reference,
 )
+
+BF16_UNIT = 2**-9  # rounding of bf16: plain errors below it are luck (a mean's, mostly)
+
+
+def bounds_of(
+    dtype: str, *, plain: Mapping[str, float], single: Mapping[str, float], recurrent: bool
+) -> dict[str, float]:
+    """What each error may be.
+
+    Args:
+        dtype (`str`): Of the comparison with the twin.
+        plain (`Mapping[str, float]`): Errors of the plain path in `dtype`, against the twin.
+        single (`Mapping[str, float]`): Those of the plain path in float32.
+        recurrent (`bool`): The model has recurrent layers, whose sums run over whole documents.
+    """
+    bounds: dict[str, float] = {}
+    for key in plain:
+        factor = 3 if key == "grad_error" else 2
+        least = 1e-4 if recurrent and key == "grad_error" else 1e-5
+        in_float32 = least if single[key] <= least else factor * single[key]
+        in_bf16 = factor * max(plain[key], BF16_UNIT)
+        bounds[key] = {
+            "float64": 1e-9 if recurrent else 1e-10,
+            "float32": in_float32,
+            "bf16": in_bf16,
+        }[dtype]
+        bounds[f"{key}_vs_transformers"] = in_float32
+    return bounds | {"leak": 0.0, "recompute_bytes": 0.0}
+
+
+def broken(report: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]:
+    """The bounds that a report breaks, in words."""
+    found = [
+        f"{key} {report[key]:.3g} is above {bound:.3g}"
+        for key, bound in bounds.items()
+        if not report[key] <= bound or report[key] == np.inf  # the plain path may be infinite too
+    ]
+    if report["bytes_sent"] != report["bytes_planned"]:
+        found.append(
+            f"bytes_sent {report['bytes_sent']} differ from bytes_planned {report['bytes_planned']}"
+        )
+    if report.get("servers") and not report["tasks_on_servers"]:
+        found.append("no task ran on a server: give longer --document_lengths")
+    if not report["attention_calls"]:
+        found.append("the model never called the attention hook")
+    return found
+
 
 logger = logging.getLogger(__name__)
 ROWS = 320  # tokens per rank: long enough for the planner to move 128-row pieces
@@ -172,7 +220,7 @@ def verify(
     Raises:
         ValueError: where the combination is refused.
     """
-    refuse_name(name)
+    validate_name(name)
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")
     if servers < 0 or (servers and name != "distca"):
@@ -181,12 +229,12 @@ def verify(
         )
     arguments = arguments or LongCtxArguments()
     config = load_config(model)
-    refuse_model(config, name=name)
-    refuse_unread_flags(arguments, name=name, algorithm=arguments.algorithm(name))
+    validate_model(config, name=name)
+    validate_unread_flags(arguments, name=name, algorithm=arguments.algorithm(name))
     size = arguments.longctx_ulysses_size
-    refuse_unshared_heads(config, name=arguments.algorithm(name), ranks=ranks, size=size)
+    validate_layer_heads(config, name=arguments.algorithm(name), ranks=ranks, size=size)
     if arguments.longctx_overlap == "pingpong":
-        refuse_pingpong(name)
+        validate_pingpong(name)
     case = Case(
         model=model,
         name=name,
@@ -203,7 +251,7 @@ def verify(
         softmax=arguments.longctx_softmax,
         scan=arguments.longctx_scan,
     )
-    say_whole_exchanges(config, overlap=case.overlap)
+    log_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
     stock = run_reference(case, name="eager", dtype=torch.float32)
     single = errors(stock, twin)

@@ -1,6 +1,6 @@
 """The ranks' side of a verification: run the model on this rank's share, keep what is compared.
 
-Floor: verify. Letters: T rows of this rank.
+Layer: verify. Letters: T rows of this rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,21 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import hf_longctx.attention.register as registry
+import hf_longctx.attention.registration as registry
 
-from ..attention.kinds import layer_configs, layer_kinds, layer_widths
-from ..comm.processes import RankContext
+from ..attention.spec import layer_configs, layer_kinds, layer_widths
 from ..data.batch import KEY, LongCtxBatch, halved
-from ..models.prepare import prepare
-from ..plan.count import sent_in_layer
-from ..plan.halves import Halves, halve
-from ..plan.layout import Layout, cut
-from ..plan.levels import Levels
-from ..plan.schedule import Link
-from ..runtime.binding import Runtime
-from ..training.halves import run_halves
-from ..training.scans import BY_LINK, find_link
-from ..training.servers import Servers
+from ..planning.layouts.layout import Halves, Layout, cut, halve
+from ..planning.layouts.levels import Levels
+from ..planning.predict.scan_schedule import NeighbourLink
+from ..planning.program.counts import sent_in_layer
+from ..recurrent.prepare import prepare
+from ..runtime.executor import Runtime
+from ..runtime.pingpong import run_in_halves
+from ..servers.manager import Servers
+from ..training.measurements import BY_LINK, find_link
+from .rank_pool import RankContext
 from .twins import DTYPES, backward, build, precision
 
 COLUMNS = 4096  # logits of a row that are kept; all 150,000 of a large vocabulary fill the memory
@@ -55,7 +54,7 @@ class Case:
         ulysses_size (`int`): Of the plan.
         softmax (`str`): Who plans softmax layers under `zeco_linear`.
         scan (`str`): Schedule of the scans of recurrent layers.
-        link (`Link`, *optional*): Between neighbours, as the ranks measured it; scans go by it.
+        link (`NeighbourLink`, *optional*): Between neighbours, as the ranks measured it; scans go by it.
     """
 
     model: str
@@ -73,7 +72,7 @@ class Case:
     ulysses_size: int = 1
     softmax: str = "distca"
     scan: str = "auto"
-    link: Link | None = None
+    link: NeighbourLink | None = None
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
         """How a batch is cut over the ranks, and its halves, where it has any."""
@@ -148,7 +147,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         enable({"use_reentrant": case.checkpointing == "reentrant"})
         model.enable_input_require_grads()
     if case.halves:
-        run_halves(model)
+        run_in_halves(model)
     if case.name == "zeco_linear" and case.scan in BY_LINK and context.ranks > 1:
         case = replace(case, link=find_link(context.channel, ranks=context.ranks))
     result, runtime = RankResult(), Runtime(channel=context.channel)

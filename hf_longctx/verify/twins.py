@@ -1,6 +1,6 @@
 """Models to compare: the same weights under our name, with naive float64 attention, and as stock.
 
-Floor: verify. Stock models cannot serve as a float64 reference: norms, routers and softmax ask for
+Layer: verify. Stock models cannot serve as a float64 reference: norms, routers and softmax ask for
 float32. Both sides therefore run under `KeepFloat64`, and attention is the naive reference.
 Recurrent layers of the reference run the library's own code, which shares nothing with ours.
 """
@@ -28,8 +28,8 @@ from transformers import (
 from ..attention.masks import Bidirectional, SlidingWindow, attention_mask
 from ..kernels.reference import attention
 from ..support import FLA_FAMILIES
-from .fla import library_for, load_fla
-from .shrink import refuse_layers
+from .check import validate_layers
+from .fla_reference import library_for, load_fla
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 REFERENCE = "hf_longctx_reference"
@@ -133,7 +133,7 @@ def load_config(path: str) -> Any:
         )
     parts = [part for part in (given, given.get("text_config")) if isinstance(part, dict)]
     for layers in (part.get(name) for part in parts for name in _LAYERS):
-        refuse_layers(layers)  # before a config class that lists every layer
+        validate_layers(layers)  # before a config class that lists every layer
     if given.get("model_type") in FLA_FAMILIES:
         load_fla()
     if place.is_file() and "model_type" not in given:

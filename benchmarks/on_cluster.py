@@ -1,0 +1,63 @@
+"""A function and its arguments -> what it returned on each rank of an emulated cluster.
+
+Layer: benchmarks. `python -m benchmarks.on_cluster CASE RESULTS` is what each rank runs: it reads
+the case, does its share, and leaves the result in the folder of results.
+"""
+
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster import Cluster
+from benchmarks.cluster_spec import ClusterSpec
+from hf_longctx.comm.channels import over_groups
+from hf_longctx.verify.rank_pool import RankContext, RankError
+
+
+def run_on(
+    spec: ClusterSpec, work: Callable[..., Any], *, channels: int = 1, **arguments: Any
+) -> list[Any]:
+    """Make the cluster, and do work on it; every rank's result.
+
+    Args:
+        spec (`ClusterSpec`): Nodes and links.
+        work (`Callable`): A function of an importable module: `(context, **arguments)`.
+        channels (`int`, *optional*, defaults to 1): Channels of each rank, with a group each.
+        arguments: What else it takes.
+
+    Raises:
+        ClusterUnavailable: where this machine cannot make it.
+        RankError: where a rank fails; its own words stand on standard error.
+    """
+    with tempfile.TemporaryDirectory(prefix="hf_longctx_cluster_") as name, Cluster(spec) as made:
+        folder = Path(name)
+        case = folder / "case"
+        case.write_bytes(pickle.dumps((work, channels, arguments)))
+        code = made.run([sys.executable, "-m", __name__, str(case), name])
+        if code:
+            raise RankError(f"a rank of the emulated cluster ended with code {code}")
+        return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(spec.ranks)]
+
+
+def main(case: str, results: str) -> None:
+    """One rank's share."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    work, channels, arguments = pickle.loads(Path(case).read_bytes())
+    groups = [group, *(dist.new_group() for _ in range(channels - 1))]
+    context = RankContext(rank, ranks, over_groups(groups, timeout=120.0), group)
+    (Path(results) / f"rank{rank}").write_bytes(pickle.dumps(work(context, **arguments)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

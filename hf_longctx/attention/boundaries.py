@@ -1,0 +1,87 @@
+"""Keyword arguments of a forward without a batch object -> the documents that its rows hold.
+
+Layer: attention. Lengths come from `cu_seq_lens`, else from where `position_ids` do not go on by
+one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def local_documents(
+    *, batch: int, rows: int, position_ids: Tensor | None, **kwargs: Any
+) -> tuple[int, ...]:
+    """Tokens of each document in `batch` rows of `rows` tokens, laid end to end.
+
+    Args:
+        batch, rows (`int`): Shape of the model's input.
+        position_ids (`Tensor`, *optional*): `[batch, rows]` or `[1, rows]`; a break is any step
+            that is not +1 (documents need not start at 0).
+        kwargs: May hold `cu_seq_lens_q` and `cu_seq_lens_k` (int, `[documents + 1]`).
+
+    Raises:
+        ValueError: where boundaries do not describe every row, differ for queries and keys, or
+            positions have several axes.
+    """
+    bounds = kwargs.get("cu_seq_lens_q")
+    if bounds is not None:
+        return _from_bounds(bounds, kwargs.get("cu_seq_lens_k"), batch * rows)
+    if position_ids is None:
+        return (rows,) * batch
+    if position_ids.dim() != 2:
+        raise ValueError(
+            f"position_ids of shape {tuple(position_ids.shape)} have several axes; give "
+            "hf_longctx [batch, tokens], or cu_seq_lens_q"
+        )
+    positions = position_ids.expand(batch, rows)
+    if bool((positions[:, 1:] - positions[:, :-1] == 1).all()):
+        return (rows,) * batch
+    starts = torch.ones(batch, rows, dtype=torch.bool, device=positions.device)
+    starts[:, 1:] = positions[:, 1:] - positions[:, :-1] != 1
+    first = starts.flatten().nonzero().flatten()
+    end = first.new_tensor([batch * rows])
+    return tuple(torch.diff(first, append=end).tolist())
+
+
+def _from_bounds(bounds: Tensor, key_bounds: Tensor | None, rows: int) -> tuple[int, ...]:
+    if key_bounds is not None and not torch.equal(bounds, key_bounds):
+        raise ValueError(
+            f"cu_seq_lens_q {bounds.tolist()} and cu_seq_lens_k {key_bounds.tolist()} differ; "
+            "hf_longctx attends within documents, so give it one set of boundaries"
+        )
+    ends = bounds.flatten().tolist()
+    if ends[0] != 0 or ends[-1] != rows:
+        raise ValueError(
+            f"cu_seq_lens_q describes rows {ends[0]} to {ends[-1]}, but the input has {rows} rows; "
+            "boundaries must start at 0 and end at the number of rows"
+        )
+    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    if min(lengths) < 0:
+        raise ValueError(f"cu_seq_lens_q {ends} must not decrease")
+    return tuple(n for n in lengths if n)
+
+
+def validate_padding(position_ids: Tensor | None, mask: Tensor) -> None:
+    """Refuse a padded batch whose real tokens are several packed documents.
+
+    Args:
+        position_ids (`Tensor`, *optional*): `[batch, rows]` or `[1, rows]`.
+        mask (`Tensor`): `[batch, 1, rows, rows]`, bool (True: seen) or additive.
+
+    Raises:
+        ValueError: where positions restart between two real tokens of a row: a padding mask cannot
+            carry document boundaries, so documents would see each other.
+    """
+    if position_ids is None or position_ids.dim() != 2 or mask.shape[-1] != mask.shape[-2]:
+        return
+    itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)
+    real = itself if mask.dtype == torch.bool else itself == 0
+    positions = position_ids.expand(real.shape)
+    both = real[:, 1:] & real[:, :-1]
+    if bool((both & (positions[:, 1:] - positions[:, :-1] != 1)).any()):
+        raise ValueError(
+            "a padded batch with packed documents: position_ids restart between unpadded tokens, "
+            "but a padding mask cannot carry boundaries; drop attention_mask and the padding"
+        )

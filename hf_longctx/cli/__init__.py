@@ -1,0 +1,1 @@
+"""The `hf-longctx` command: one file per subcommand."""

@@ -1,0 +1,204 @@
+"""Rows of a document -> score entries: the cost of attention that planners balance.
+
+Layer: planning. A query row at position p of a causal document sees p + 1 keys, or at most `window`
+keys under a sliding window, so a run of rows costs the sum of that. `window` 0 means no window. A
+bidirectional row also sees the mirror image: later keys, as far as the window reaches backwards.
+
+Measured seconds of attention tasks by size -> what any task costs on that device. Score entries mispredict time: a kernel is slower on short pieces and on those near the
+diagonal. A table holds seconds per score entry over a grid of (query rows, keys); planners that are
+given one balance seconds instead of entries. It is part of a plan's input, the same on every rank.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .intervals import Range
+
+GRANULE = 128  # rows; a flash kernel loses speed on shorter pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What a planner must know of a layer: layers of one kind share one plan.
+
+    Args:
+        window (`int`): Keys a row may see on one side, itself included; 0 for none.
+        causal (`bool`): Rows see no later key; `False`: as far forwards as backwards.
+        query_width (`int`): Elements of one token's queries, heads x head size.
+        key_value_width (`int`): Elements of one token's keys and values together.
+        kv_heads (`int`): Key/value heads, which an overlapped exchange cuts into groups.
+        heads (`int`): Query heads, which ranks of a domain share out.
+    """
+
+    window: int = 0
+    causal: bool = True
+    query_width: int = 1
+    key_value_width: int = 1
+    kv_heads: int = 1
+    heads: int = 1
+
+    def entries(self, start: ArrayLike, stop: ArrayLike, *, length: ArrayLike) -> np.ndarray:
+        """Score entries of query rows `[start, stop)` of documents of `length` tokens, int64."""
+        start, stop, length = (np.asarray(x, np.int64) for x in (start, stop, length))
+        earlier = entries(start, stop, window=self.window)
+        if self.causal:
+            return earlier
+        mirrored = entries(length - stop, length - start, window=self.window)
+        return earlier + mirrored - (stop - start)  # both count the row itself
+
+    def entries_over(
+        self, start: np.ndarray, stop: np.ndarray, low: np.ndarray, high: np.ndarray, *,
+        length: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Score entries of query rows `[start, stop)` with keys `[low, high)`, int64."""
+        reach = self.window or length
+        ahead = 1 if self.causal else reach
+
+        def before(key: np.ndarray) -> np.ndarray:
+            ends = _clipped(stop + ahead, key) - _clipped(start + ahead, key)
+            return ends - _clipped(stop - reach + 1, key) + _clipped(start - reach + 1, key)
+
+        return before(high) - before(low)
+
+    def keys_seen(self, rows: Range, *, length: int) -> Range:
+        """The keys that query rows `[start, stop)` of a document of `length` tokens see."""
+        low, high = keys_seen(rows, window=self.window)
+        if not self.causal:
+            mirrored, _ = keys_seen((length - rows[1], length - rows[0]), window=self.window)
+            high = length - mirrored
+        return low, high
+
+    def keys_seen_by(
+        self, start: np.ndarray, stop: np.ndarray, *, length: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`keys_seen` of many runs of rows: int64 first keys, and ends."""
+        if not self.window:
+            return np.zeros_like(start), stop if self.causal else length.astype(np.int64)
+        low = np.maximum(0, start - self.window + 1)
+        return low, stop if self.causal else np.minimum(length, stop + self.window - 1)
+
+
+def _entries_before(position: ArrayLike, window: int) -> np.ndarray:
+    """Score entries of rows `[0, position)` of a document, int64."""
+    rows = np.asarray(position, np.int64)
+    if not window:
+        return rows * (rows + 1) // 2
+    ramp = np.minimum(rows, window)
+    return ramp * (ramp + 1) // 2 + (rows - ramp) * window
+
+
+def _clipped(number: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """The sum of 0, 1, ... up to `number` - 1, each at most `bound`."""
+    number = np.maximum(number, 0)
+    below = np.minimum(number, bound)
+    return below * (below - 1) // 2 + (number - below) * bound
+
+
+def entries(start: ArrayLike, stop: ArrayLike, *, window: int) -> np.ndarray:
+    """Score entries of query rows `[start, stop)` of causal documents (int64, by element)."""
+    return _entries_before(stop, window) - _entries_before(start, window)
+
+
+def keys_seen(rows: Range, *, window: int) -> Range:
+    """The keys that query rows `[start, stop)` of a causal document see."""
+    start, stop = rows
+    return (max(0, start - window + 1) if window else 0, stop)
+
+
+def max_over_mean(loads: np.ndarray) -> float:
+    """Largest load over the mean: 1.0 is perfect balance; 1.0 for no load at all."""
+    mean = float(np.mean(loads)) if len(loads) else 0.0
+    return float(np.max(loads)) / mean if mean else 1.0
+
+
+_LARGEST = 1 << 40  # of a grid's sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Seconds per score entry, forward and backward of one layer together.
+
+    Args:
+        rows (`tuple[int, ...]`): Query rows of the grid, rising.
+        keys (`tuple[int, ...]`): Keys of the grid, rising.
+        per_entry (`tuple[tuple[float, ...], ...]`): For each number of rows, by number of keys:
+            seconds over score entries of a causal task, whose last row sees all keys.
+        tile (`int`, *optional*, defaults to 1): Rows and keys that the kernel pads a piece to.
+    """
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    per_entry: tuple[tuple[float, ...], ...]
+    tile: int = 1
+
+    def seconds(self, rows: np.ndarray, keys: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """float64 by element: time of tasks.
+
+        Between grid points the rate is interpolated bilinearly, over logarithms of sizes; beyond
+        the grid it is that of the nearest edge, where the kernel is saturated.
+
+        Args:
+            rows, keys (`np.ndarray`): Of each task, int64; a task without rows costs nothing.
+            entries (`np.ndarray`): Score entries of each task.
+        """
+        padded_rows, padded_keys = (-(-size // self.tile) * self.tile for size in (rows, keys))
+        padding = padded_rows * padded_keys / np.maximum(rows * keys, 1)
+        table = np.asarray(self.per_entry)
+        r, r_part = _place(padded_rows, self.rows)
+        k, k_part = _place(padded_keys, self.keys)
+        fewer, more = (
+            table[i, k] * (1 - k_part) + table[i, np.minimum(k + 1, len(self.keys) - 1)] * k_part
+            for i in (r, np.minimum(r + 1, len(self.rows) - 1))
+        )
+        rate: np.ndarray = fewer * (1 - r_part) + more * r_part
+        return rate * entries * padding
+
+    def saturated(self) -> "CostTable":
+        """A device that runs every piece at this one's rate for the largest."""
+        return CostTable(rows=(1,), keys=(1,), per_entry=((self.per_entry[-1][-1],),))
+
+    def to_json(self) -> str:
+        """The table as text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "CostTable":
+        """A table from its text.
+
+        Raises:
+            ValueError: where the text is no table, or its grid does not rise or fit its rates.
+        """
+        try:
+            fields = json.loads(text)
+            table = cls(
+                rows=tuple(fields["rows"]),
+                keys=tuple(fields["keys"]),
+                per_entry=tuple(map(tuple, fields["per_entry"])),
+                tile=fields["tile"],
+            )
+            rates = np.asarray(table.per_entry)
+            axes = [np.asarray(axis) for axis in (table.rows, table.keys, (table.tile,))]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"no cost table ({error}); write it with hf-longctx profile") from None
+        whole = all(a.dtype == np.int64 and len(a) and a.min() > 0 for a in axes)
+        rising = whole and all((np.diff(a) > 0).all() and a[-1] < _LARGEST for a in axes)
+        fits = rates.shape == (len(table.rows), len(table.keys)) and rates.dtype == np.float64
+        if not (rising and fits and (rates > 0).all() and rates.max() < 1.0):
+            raise ValueError(
+                f"a cost table of {rates.shape} rates for rows {table.rows} and keys {table.keys}: "
+                "sizes must be whole and rise, and rates be positive seconds, one for each pair of "
+                "sizes; write it anew with hf-longctx profile"
+            )
+        return table
+
+
+def _place(sizes: np.ndarray, grid: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The grid point at or below each size, and how far on to the next one it lies, in [0, 1)."""
+    logs, at = np.log2(grid), np.log2(np.maximum(sizes, 1))
+    low = np.clip(np.searchsorted(logs, at, side="right") - 1, 0, len(grid) - 1)
+    step = np.append(np.diff(logs), 1.0)[low]
+    part = np.where(low == len(grid) - 1, 0.0, np.clip((at - logs[low]) / step, 0.0, 1.0))
+    return low, part

@@ -1,0 +1,1 @@
+"""One file per algorithm: layout -> one program per rank."""

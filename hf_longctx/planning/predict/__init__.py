@@ -1,0 +1,1 @@
+"""Programs and a machine -> seconds, and which algorithm or schedule wins."""

@@ -1,0 +1,333 @@
+"""Convolutions and rotary positions of flash-linear-attention's layers, per document.
+
+Layer: recurrent. Letters: B batch, S tokens of a row, T = B S rows, C channels.
+
+What flash-linear-attention's layers give their kernels -> their recurrences, per document. Sources: arXiv 2312.06635 (GLA), 2307.08621 (RetNet), 2406.06484 (DeltaNet),
+2412.06464 (gated DeltaNet), 2510.26692 (KDA). Letters: B batch, S tokens of a row, T = B S rows, K
+heads of queries and keys, H of values, N rows of the state, V its columns.
+
+Layers of flash-linear-attention, per document: GLA, RetNet, DeltaNet, gated DeltaNet and KDA. Their kernels need a GPU; ours stand in for them also where a row is one document.
+The library is not imported here: importing it changes what Transformers makes of `mamba`, `mamba2`
+and `bitnet`, so that is left to those who use its models.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .adapter import Adapter, Replacement, validate_unknown, wrap_forward
+from .fla_cpu import replace_kernels
+from .linear_attention import DELTA, recurrence
+from .running import Running, layer_under_way
+from .short_conv import CONV, convolved
+
+ROTARY = "rotary positions"
+
+
+def short_convolution(
+    layer: Running,
+    own: Any,
+    x: Tensor,
+    residual: Tensor | None = None,
+    mask: Tensor | None = None,
+    cache: Tensor | None = None,
+    output_final_state: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`ShortConvolution.forward`: `[B, S, C]` and no state."""
+    layer.refuse(residual=residual, mask=mask, cache=cache, output_final_state=output_final_state)
+    return convolved(layer, own, x, own.weight.squeeze(1), own.bias, own.activation), None
+
+
+def fused_convolution(
+    layer: Running,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The one convolution of queries, keys and values together: `[B, S, C]` and no state."""
+    layer.refuse(
+        residual=residual, initial_state=initial_state, output_final_state=output_final_state
+    )
+    return convolved(layer, layer.module, x, weight, bias, activation), None
+
+
+def rotary(
+    layer: Running,
+    own: Any,
+    q: Tensor,
+    k: Tensor,
+    seqlen_offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    chunk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`RotaryEmbedding.forward` at each token's position in its document."""
+    layer.refuse(scale=own.scale, interleaved=own.interleaved)
+    layer.begin(ROTARY, q.flatten(0, 1))
+    positions = torch.from_numpy(layer.batch.layout.positions(layer.batch.rank)).to(q.device)
+    length = int(positions.max()) + 1 if len(positions) else 0
+    own._update_cos_sin_cache(length, device=q.device, dtype=q.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    tables = (t[positions].to(wide) for t in (own._cos_cached, own._sin_cached))
+    cos, sin = (t.unflatten(0, q.shape[:2])[:, :, None] for t in tables)
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.to(wide).chunk(2, dim=-1)
+        both = (first * cos - second * sin, first * sin + second * cos)
+        return torch.cat(both, dim=-1).to(x.dtype)
+
+    return turned(q), turned(k)
+
+
+GATED, RETENTION = "gated linear attention", "retention"
+
+
+def gated_linear_attention(
+    layer: Running,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """GLA: `g` or `gk`, `[B, S, H, N]`, is the log of the decay of each row of the state."""
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
+    log_decay = gk if g is None else g
+    assert log_decay is not None
+    return recurrence(layer, GATED, q, k, v, log_decay, scale=scale)
+
+
+def retention(
+    layer: Running,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """RetNet: head h decays by 1 - 2 ** (-5 - h) a token."""
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    exponents = -5 - torch.arange(v.shape[2], device=q.device, dtype=wide)
+    log_decay_H = torch.log1p(-torch.exp2(exponents))
+    return recurrence(layer, RETENTION, q, k, v, log_decay_H.expand(v.shape[:3]), scale=scale)
+
+
+def delta_rule(
+    layer: Running,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """DeltaNet: the delta rule without a decay."""
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
+    stay = torch.zeros_like(beta)
+    unit_rows = use_qk_l2norm_in_kernel
+    return recurrence(layer, DELTA, q, k, v, stay, beta, scale=scale, unit_rows=unit_rows)
+
+
+def gated_delta_rule(
+    layer: Running,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Gated DeltaNet (`g` of `[B, S, H]`) and KDA (`[B, S, H, N]`): gates are formed here."""
+    layer.refuse(initial_state=initial_state, output_final_state=output_final_state)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    log_decay, rate = g.to(wide), beta.to(wide)
+    if use_gate_in_kernel:
+        assert A_log is not None
+        shape = (g.shape[2],) + (1,) * (g.dim() - 3)
+        speed = A_log.to(wide).exp().view(shape)
+        if dt_bias is not None:
+            log_decay = log_decay + dt_bias.to(wide).view(g.shape[2:])
+        if lower_bound is None:
+            log_decay = -speed * F.softplus(log_decay)
+        else:
+            log_decay = lower_bound * torch.sigmoid(speed * log_decay)
+    if use_beta_sigmoid_in_kernel:
+        rate = rate.sigmoid() * (2 if allow_neg_eigval else 1)
+    unit_rows = use_qk_l2norm_in_kernel
+    return recurrence(layer, DELTA, q, k, v, log_decay, rate, scale=scale, unit_rows=unit_rows)
+
+
+_PARTS = {
+    "ShortConvolution": Replacement(
+        short_convolution,
+        "x residual mask cache output_final_state cu_seqlens chunk_indices kwargs",
+    ),
+    "RotaryEmbedding": Replacement(rotary, "q k seqlen_offset cu_seqlens max_seqlen chunk_indices"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlaAdapter(Adapter):
+    """How the layers of one class of flash-linear-attention run without its kernels.
+
+    Args:
+        models (`tuple[str, ...]`): Files of `fla.layers`.
+    """
+
+    plain: bool = False
+
+    def homes(self) -> set[str]:
+        """Names of the files that may define the class."""
+        return {f"fla.layers.{name}" for name in self.models}
+
+    def adapt(self, module: nn.Module, home: ModuleType) -> None:
+        """Have one layer run through our functions, and through torch's where it is on a CPU."""
+        Adapter.adapt(self, module, home)
+        replace_kernels(module)
+        for child in module.children():
+            part = _PARTS.get(type(child).__name__)
+            if part is not None:
+                place = f"{type(child).__module__}.{type(child).__name__}.forward"
+                if not hasattr(child.forward, "hf_longctx_original"):
+                    validate_unknown(place, child.forward, part.parameters)
+                wrap_forward(child, partial(_part_forward, ours=part.function))
+
+    def expected(self, module: nn.Module) -> tuple[str, ...]:
+        """What one forward of the module must call; the convolutions are an option."""
+        return tuple(s for s in self.steps if s != CONV or getattr(module, "use_short_conv", False))
+
+
+def _part_forward(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a part of a layer, which is ours while the layer is under way."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        layer = layer_under_way()
+        if layer is None:
+            return original(self, *args, **kwargs)
+        return ours(layer, self, *args, **kwargs)
+
+    return forward
+
+
+_STATE = "scale initial_state output_final_state"
+ADAPTERS = (
+    FlaAdapter(
+        models=("gla",),
+        layer="GatedLinearAttention",
+        functions={
+            "chunk_gla": Replacement(
+                gated_linear_attention, f"q k v g {_STATE} state_v_first cu_seqlens cu_seqlens_cpu"
+            ),
+            "fused_recurrent_gla": Replacement(
+                gated_linear_attention,
+                f"q k v gk gv {_STATE} reverse state_v_first cu_seqlens kwargs",
+            ),
+        },
+        steps=(CONV, CONV, CONV, GATED),
+    ),
+    FlaAdapter(
+        models=("multiscale_retention",),
+        layer="MultiScaleRetention",
+        functions={
+            "chunk_retention": Replacement(retention, f"q k v {_STATE} cu_seqlens kwargs"),
+            "fused_chunk_retention": Replacement(retention, f"q k v {_STATE} cu_seqlens"),
+            "parallel_retention": Replacement(
+                retention, "q k v scale output_attentions cu_seqlens"
+            ),
+            "fused_recurrent_retention": Replacement(
+                retention, f"q k v {_STATE} reverse state_v_first cu_seqlens kwargs"
+            ),
+        },
+        steps=(CONV, CONV, CONV, ROTARY, RETENTION),
+    ),
+    FlaAdapter(
+        models=("delta_net",),
+        layer="DeltaNet",
+        functions={
+            "chunk_delta_rule": Replacement(
+                delta_rule,
+                f"q k v beta {_STATE} use_qk_l2norm_in_kernel cu_seqlens cu_seqlens_cpu kwargs",
+            ),
+            "fused_recurrent_delta_rule": Replacement(
+                delta_rule, f"q k v beta {_STATE} use_qk_l2norm_in_kernel cu_seqlens"
+            ),
+        },
+        steps=(CONV, CONV, CONV, DELTA),
+    ),
+    FlaAdapter(
+        models=("gated_deltanet",),
+        layer="GatedDeltaNet",
+        functions={
+            "causal_conv1d": Replacement(
+                fused_convolution,
+                "x weight bias residual initial_state output_final_state activation backend "
+                "cu_seqlens cu_seqlens_cpu chunk_indices cp_context kwargs",
+            ),
+            "chunk_gated_delta_rule": Replacement(
+                gated_delta_rule,
+                f"q k v g beta {_STATE} use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
+                "allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu chunk_indices cp_context "
+                "kwargs",
+            ),
+            "fused_recurrent_gated_delta_rule": Replacement(
+                gated_delta_rule,
+                f"q k v g gk gv beta {_STATE} use_qk_l2norm_in_kernel use_gate_in_kernel A_log "
+                "dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cu_seqlens "
+                "kwargs",
+            ),
+        },
+        steps=(CONV, DELTA),
+    ),
+    FlaAdapter(
+        models=("kda",),
+        layer="KimiDeltaAttention",
+        functions={
+            "chunk_kda": Replacement(
+                gated_delta_rule,
+                f"q k v g beta {_STATE} use_qk_l2norm_in_kernel use_gate_in_kernel "
+                "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound "
+                "disable_recompute return_intermediate_states state_v_first cu_seqlens "
+                "cu_seqlens_cpu cp_context use_graph max_num_seqs kwargs",
+            ),
+            "fused_recurrent_kda": Replacement(
+                gated_delta_rule,
+                f"q k v g beta A_log dt_bias {_STATE} use_qk_l2norm_in_kernel use_gate_in_kernel "
+                "use_beta_sigmoid_in_kernel allow_neg_eigval lower_bound state_v_first cu_seqlens "
+                "kwargs",
+            ),
+        },
+        steps=(CONV, CONV, CONV, DELTA),
+    ),
+)

@@ -1,0 +1,225 @@
+"""Norms, activations and losses of flash-linear-attention -> torch's, where tensors are on a CPU.
+
+Layer: recurrent. The library has Triton kernels alone, which need a GPU; on one they run as before.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .adapter import Replacement, validate_unknown
+from .running import targets_of_model
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Normalized rows in the input's dtype; with `prenorm` also the sum that was normalized."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
+    out = F.rms_norm(total, total.shape[-1:], eps=eps)
+    if weight is not None:
+        out = out * weight
+    if bias is not None:
+        out = out + bias
+    kept = wide if residual_in_fp32 else x.dtype
+    return (out.to(x.dtype), total.to(kept)) if prenorm else out.to(x.dtype)
+
+
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Normalized rows times an activation of `g`, in the input's dtype."""
+    assert residual is None and not prenorm, "no layer of these gives one"
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = rms_norm(x.to(wide), weight, bias, eps=eps)
+    assert isinstance(out, Tensor)
+    gate = g.to(wide)
+    return (out * (gate.sigmoid() if activation == "sigmoid" else F.silu(gate))).to(x.dtype)
+
+
+def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """`silu(x) * y` in the input's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (F.silu(x.to(wide)) * y.to(wide)).to(x.dtype)
+
+
+def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer after `swiglu`."""
+    return F.linear(swiglu(x, y).to(weight.dtype), weight, bias)
+
+
+def cross_entropy(self: Any, input: Tensor, target: Tensor) -> Tensor:
+    """`FusedCrossEntropyLoss.forward`, in float32 or wider.
+
+    Raises:
+        ValueError: where it has options that the models do not set.
+    """
+    _validate_options(vars(self))
+    return _token_loss(input, target, self.ignore_index, self.reduction)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    **kwargs: Any,
+) -> Tensor:
+    """The loss of hidden states `[T, hidden]`.
+
+    Raises:
+        ValueError: on options that the models do not set.
+    """
+    _validate_options(kwargs)
+    return _token_loss(F.linear(x, weight, bias), target, ignore_index, reduction)
+
+
+def _validate_options(given: Mapping[str, Any]) -> None:
+    options = {name: given.get(name, plain) for name, plain in _PLAIN.items()}
+    changed = [f"{name}={value}" for name, value in options.items() if value != _PLAIN[name]]
+    if changed:
+        raise ValueError(
+            f"the loss of flash-linear-attention has {' and '.join(changed)}, which nothing here "
+            "computes on a CPU; leave the model's criterion to its default"
+        )
+
+
+def _token_loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), target, ignore_index=ignore_index, reduction=reduction)
+
+
+_PLAIN = {  # options of a loss that is the cross entropy alone
+    "label_smoothing": 0.0,
+    "logit_scale": 1.0,
+    "logit_softcapping": None,
+    "lse_square_scale": 0.0,
+    "return_z_loss": False,
+    "use_l2warp": False,
+    "process_group": None,
+}
+# By module and name; each looks these up at its call.
+_KERNELS = {
+    ("fla.modules.norm.layernorm", "rms_norm"): Replacement(
+        rms_norm, "x weight bias residual eps prenorm residual_in_fp32"
+    ),
+    ("fla.modules.norm.fused_norm_gate", "rms_norm_gated"): Replacement(
+        rms_norm_gated, "x g weight bias activation residual prenorm residual_in_fp32 eps"
+    ),
+    ("fla.modules.mlp", "swiglu"): Replacement(swiglu, "args kwargs"),
+    ("fla.modules.mlp", "swiglu_linear"): Replacement(swiglu_linear, "x y weight bias"),
+    ("fla.layers.delta_net", "elu_p1"): Replacement(lambda x: F.elu(x) + 1, "x"),
+    ("fla.modules.fused_cross_entropy.ops", "FusedCrossEntropyLoss.forward"): Replacement(
+        cross_entropy, "self input target"
+    ),
+    ("fla.modules.fused_linear_cross_entropy.ops", "fused_linear_cross_entropy_loss"): Replacement(
+        linear_cross_entropy,
+        "x target weight bias ignore_index label_smoothing logit_scale logit_softcapping "
+        "num_chunks reduction use_l2warp l2_penalty_factor accumulate_grad_in_fp32 process_group",
+    ),
+}
+_HEAD = "fla.models.modeling_utils", "FLAPreTrainedModel._compute_logits_and_loss"
+_OF_HEAD = (
+    "self hidden_states labels logits_to_keep shift_labels num_items_in_batch "
+    "fuse_linear_cross_entropy use_l2warp"
+)
+_ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "swish": F.silu,
+    "sigmoid": torch.sigmoid,
+    "logsigmoid": F.logsigmoid,
+}
+
+
+def replace_kernels(layer: nn.Module) -> None:
+    """Have the library use torch's functions on a CPU; a second time changes nothing.
+
+    Args:
+        layer (`nn.Module`): A recurrent layer, which may hold activations of its own.
+
+    Raises:
+        ValueError: where a function of the library takes other arguments than ours knows.
+    """
+    for (module, name), plain in _KERNELS.items():
+        holder, own = _held(module, name)
+        original = getattr(holder, own)
+        if not hasattr(original, "hf_longctx_original"):
+            validate_unknown(f"{module}.{name}", original, plain.parameters)
+            setattr(holder, own, _by_device(original, plain.function))
+    holder, own = _held(*_HEAD)
+    original = getattr(holder, own)
+    if not hasattr(original, "hf_longctx_original"):
+        validate_unknown(".".join(_HEAD), original, _OF_HEAD)
+        setattr(holder, own, _with_targets(original))
+    activations = sys.modules["fla.modules.activations"]
+    for part in ("gate_fn", "feature_map_fn"):
+        for name, function in _ACTIVATIONS.items():
+            fused: Callable[..., Any] = getattr(activations, name)
+            if getattr(layer, part, None) is fused:
+                setattr(layer, part, _Activation(fused, function))
+
+
+def _held(module: str, name: str) -> tuple[Any, str]:
+    """What has the last part of a dotted name as an attribute, and that part."""
+    holder, _, own = name.rpartition(".")
+    place = sys.modules[module]
+    return (attrgetter(holder)(place) if holder else place), own
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """The library's on a GPU, else torch's; layers that hold it still pickle."""
+
+    fused: Callable[..., Any]
+    plain: Callable[..., Any]
+
+    def __call__(self, x: Tensor) -> Any:
+        return (self.plain if x.device.type == "cpu" else self.fused)(x)
+
+
+def _by_device(original: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The original where the first tensor is on a GPU, else torch's."""
+
+    @wraps(original)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        first = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        return (plain if first.device.type == "cpu" else original)(*args, **kwargs)
+
+    dispatch.hf_longctx_original = original  # type: ignore[attr-defined]
+    return dispatch
+
+
+def _with_targets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss, on targets that were shifted before: the heads do not hand them on."""
+
+    @wraps(original)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if (targets := targets_of_model()) is not None:
+            kwargs["shift_labels"] = targets
+        return original(*args, **kwargs)
+
+    compute.hf_longctx_original = original  # type: ignore[attr-defined]
+    return compute
