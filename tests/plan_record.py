@@ -72,39 +72,38 @@ class Part(NamedTuple):
 
 
 # --- The adapter: all that knows names of the package. ------------------------------------------
-from hf_longctx.plan import halo, scan  # noqa: E402
-from hf_longctx.plan.cost import LayerKind  # noqa: E402
-from hf_longctx.plan.count import (  # noqa: E402
+from hf_longctx.planning.layouts.cost import CostTable, LayerKind  # noqa: E402
+from hf_longctx.planning.layouts.layout import Layout, cut, halve  # noqa: E402
+from hf_longctx.planning.layouts.levels import Levels  # noqa: E402
+from hf_longctx.planning.planners import state_scan  # noqa: E402
+from hf_longctx.planning.planners.plan import make_plan  # noqa: E402
+from hf_longctx.planning.program.counts import (  # noqa: E402
     Widths,
     message_peak_bytes,
     peak_bytes,
     sent_by_channel,
 )
-from hf_longctx.plan.halves import halve  # noqa: E402
-from hf_longctx.plan.layout import Layout, cut  # noqa: E402
-from hf_longctx.plan.levels import Levels  # noqa: E402
-from hf_longctx.plan.measured import CostTable  # noqa: E402
-from hf_longctx.plan.plans import make_plan  # noqa: E402
-from hf_longctx.plan.program import (  # noqa: E402
+from hf_longctx.planning.program.operations import (  # noqa: E402
     Attend,
     AttendGrad,
     Fold,
     Local,
     Post,
-    Program,
     Wait,
 )
+from hf_longctx.planning.program.program import Program  # noqa: E402
 
 # Which arrays of a program a layer binds, and the record's word for each.
 OWN = {
     "attention": dict(enumerate(("q", "kv", "out", "grad", "dq", "dkv"))),
     "scan": {
-        scan.SUMMARY: "summary", scan.DECAY: "decay", scan.ENTERING: "entering",
-        scan.GRAD: "grad", scan.DECAY_T: "decay_t", scan.LEAVING_GRAD: "leaving_grad",
+        state_scan.SUMMARY: "summary", state_scan.DECAY: "decay", state_scan.ENTERING: "entering",
+        state_scan.GRAD: "grad", state_scan.DECAY_T: "decay_t",
+        state_scan.LEAVING_GRAD: "leaving_grad",
     },
     "halo": {
-        halo.TAIL: "tail", halo.HALO: "halo", halo.TAIL_GRAD: "tail_grad",
-        halo.HALO_GRAD: "halo_grad", halo.RETURNED: "returned",
+        state_scan.TAIL: "tail", state_scan.HALO: "halo", state_scan.TAIL_GRAD: "tail_grad",
+        state_scan.HALO_GRAD: "halo_grad", state_scan.RETURNED: "returned",
     },
 }  # fmt: skip
 # The package's words for kinds of arrays, folds and layouts, where they differ from the record's.
@@ -192,11 +191,11 @@ def build(case: Case) -> list[Part]:
         programs: dict[int, Program | None] = {}
         for rank in case.get("kept") or range(layout.ranks):
             if family == "halo":
-                programs[rank] = halo.program(layout, rank=rank, width=case["width"])
+                programs[rank] = state_scan.halo_program(layout, rank=rank, width=case["width"])
             else:
-                state = scan.State(STATE, case["decay"])
+                state = state_scan.State(STATE, case["decay"])
                 given = {"schedule": case["schedule"], "pieces": case["pieces"]}
-                programs[rank] = scan.program(layout, rank=rank, state=state, **given)
+                programs[rank] = state_scan.scan_program(layout, rank=rank, state=state, **given)
         return [_part("whole", layout, programs, family, widths)]
     kind = LayerKind(
         window=case["window"],
