@@ -28,8 +28,9 @@ from benchmarks.cluster_spec import ClusterSpec
 from benchmarks.common import setting
 from benchmarks.on_cluster import run_on
 from benchmarks.scanned import BACKWARD, GLOO, SHARES, Case, Measured, Seconds, Way, time_scans
+from hf_longctx.planning.layouts.levels import NeighbourLink
 from hf_longctx.planning.planners.state_scan import State
-from hf_longctx.planning.predict.scan_schedule import NeighbourLink, Sizes, chosen, cuts
+from hf_longctx.planning.predict.scan_schedule import Sizes, chosen, cuts
 
 logger = logging.getLogger(__name__)
 RANKS = 8

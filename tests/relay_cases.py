@@ -14,6 +14,7 @@ from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.intervals import intersect
 from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, Placed, cut
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.operations import Attend, AttendGrad, Block, Fold, Op, Post, Wait
 from hf_longctx.planning.program.program import HOME, Held, Program
@@ -86,7 +87,7 @@ def ways_over(levels: Levels, *, pieces: int = 2, window: int = 4) -> Ways:
 def relay_plan(lengths: Sequence[int], *, layout: str, ways: Ways, kind: LayerKind) -> Plan:
     """The plan in which chunks go these ways."""
     held = cut(lengths, ranks=len(ways.trees), layout=layout)
-    base = make_plan("ring", held, kind=kind)
+    base = make_plan(held, kind=kind, options=PlanOptions(algorithm="ring"))
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     programs = tuple(_Rank(held, r, kind, ways).build() for r in range(held.ranks))
     return Made(**fields, programs=programs)

@@ -179,7 +179,7 @@ def _with_batch(
             f"longctx_batch describes {held} tokens of rank {batch.rank}, but the model attends "
             f"{len(rows[0])} queries to {len(rows[1])} keys; pass one row of exactly those tokens"
         )
-    runtime: Runtime = batch.runtime or Runtime()
+    runtime: Runtime = batch.binding.runtime or Runtime()
     if batch.layout.ranks > 1 and runtime.channel is None:
         raise ValueError(
             f"a batch cut over {batch.layout.ranks} ranks reached attention without a channel; "
@@ -200,15 +200,15 @@ def _with_batch(
     name = id(module) if index is None else index
     recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
     layer = Layer(program, runtime.channel, scoring, account, half=batch.half, index=index)
-    if batch.speeds:
+    if batch.options.speeds:
         assert isinstance(runtime.channel, BridgedChannel), "servers are reached over bridges"
         layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
     before = runtime.sent_bytes
     if recompute:
-        layer.saved = batch.saved.take(name)
+        layer.saved = batch.binding.saved.take(name)
     else:
-        layer.forget = lambda: batch.saved.drop(name)
-        layer.turn = batch.turn
+        layer.forget = lambda: batch.binding.saved.drop(name)
+        layer.turn = batch.binding.turn
     out, lse = attend(layer, *rows, sinks=sinks)
     if recompute:
         account.recomputed += 1
@@ -217,5 +217,5 @@ def _with_batch(
         account.calls += 1
         account.layers.add(name)
         if module.training or out.requires_grad:
-            batch.saved.keep(name, (out.detach(), lse))
+            batch.binding.saved.keep(name, (out.detach(), lse))
     return out

@@ -91,7 +91,7 @@ def zeco_linear_attention(
     if recurrent_family(module.config) is None:
         validate_model(module.config, name="zeco_linear")
     batch: LongCtxBatch | None = kwargs.get(KEY)
-    algorithm = batch.softmax if batch is not None else "distca"
+    algorithm = batch.options.algorithm if batch is not None else "distca"
     return hook.run(algorithm, module, query, key, value, attention_mask, **kwargs)
 
 

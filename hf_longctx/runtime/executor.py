@@ -11,9 +11,8 @@ What ties batches to this process: the channel of its group and the account of i
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor, linalg
@@ -26,7 +25,7 @@ from ..kernels.kernel_calls import KernelCall, KernelTask, calls
 from ..kernels.softmax import Scoring, merge
 from ..planning.program.counts import HeadRange, Widths, heads_in, kept_heads, lifetimes
 from ..planning.program.operations import Attend, AttendGrad, Block, Fold, Local, Op, Post, Wait
-from ..planning.program.program import HOME, KINDS, Field, Program
+from ..planning.program.program import HOME, KINDS, Field, Program, kept_with_program
 from . import exchanges
 from .exchanges import Exchanges
 from .requests import Caller
@@ -89,11 +88,11 @@ class _Kernels:
 Step = _Kernels | Post | Wait | Fold | Local
 
 
-@lru_cache(maxsize=256)
+@kept_with_program
 def _steps(
     program: Program, window: int, causal: bool, backward: bool
 ) -> tuple[tuple[Step, ...], ...]:
-    """Phases with neighbouring tasks fused (memo of a pure function, keyed by identity)."""
+    """The phases of one direction, with adjacent tasks on the same arrays fused into kernel calls."""
     return tuple(
         tuple(_fused(program, phase, window, causal))
         for phase in (program.backward if backward else program.forward)
@@ -199,11 +198,9 @@ class Execution:
             program, backward=backward, channel=channel, views=self._views, layer=layer
         )
         self._live = 0
-        self._last_use = {a: last for a, (_, last) in self._lifetimes().items()}
+        spans = lifetimes(program, backward=backward)
+        self._last_use = {array: last for array, (_, last) in spans.items()}
         self._number = 0
-
-    def _lifetimes(self) -> Mapping[int, tuple[int, int]]:
-        return _lifetimes(self.program, self.backward)
 
     def bind(self, array: int, **fields: Tensor) -> None:
         """Give the tensors of one of the rank's own arrays, `[rows, heads, width]`."""
@@ -295,11 +292,6 @@ class Execution:
 
 def _bytes(fields: Fields) -> int:
     return exchanges.size(list(fields.values()))
-
-
-@lru_cache(maxsize=256)
-def _lifetimes(program: Program, backward: bool) -> Mapping[int, tuple[int, int]]:
-    return lifetimes(program, backward=backward)
 
 
 def drive(steps: Generator[Exchange], account: Account) -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -388,7 +388,7 @@ def limit_memory(
     layers: Sequence[tuple[LayerKind, Widths]],
     limit: int,
 ) -> None:
-    """Lower `batch.speeds` until every server keeps within `limit`.
+    """Lower the speeds in `batch.options` until every server keeps within `limit`.
 
     Args:
         batch (`LongCtxBatch`): With the speeds of its servers.
@@ -397,16 +397,18 @@ def limit_memory(
         limit (`int`): Bytes of queries, keys, values and results of one layer.
     """
     while True:
+        speeds = batch.options.speeds
         peaks = [
             _peak(batch, number, algorithm=algorithm, layers=layers)
-            for number in range(len(batch.speeds))
+            for number in range(len(speeds))
         ]
         if not peaks or max(peaks) <= limit:
             return
-        batch.speeds = tuple(
+        lowered = tuple(
             speed if peak <= limit else speed * _SMALLER * min(limit / peak, 1.0)
-            for speed, peak in zip(batch.speeds, peaks, strict=True)
+            for speed, peak in zip(speeds, peaks, strict=True)
         )
+        batch.bind(options=replace(batch.options, speeds=lowered))
 
 
 def _peak(

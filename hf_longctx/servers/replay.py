@@ -77,7 +77,7 @@ class _AccumulationWindow:
             setattr(trainer, name, value)
         for inputs, _, _ in self.steps:
             for part in inputs[KEY].parts:
-                part.saved = SavedAttention()
+                part.binding.saved = SavedAttention()
 
 
 class ReplayMixin(_Base):

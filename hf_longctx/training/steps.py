@@ -4,6 +4,7 @@ Layer: training. A mixin, part of `LongCtxTrainerMixin`: it ties each batch to t
 channel, has the ranks compare its plan, and reports balance, bytes and waiting time.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,11 @@ from transformers import Trainer
 from ..attention.spec import layer_configs, layer_kinds, layer_widths
 from ..comm.topology import Topology
 from ..data.batch import KEY, LongCtxBatch
-from ..planning.layouts.cost import CostTable
-from ..planning.predict.predict import Auto
-from ..planning.predict.scan_schedule import NeighbourLink, Sizes
+from ..planning.layouts.levels import NeighbourLink
+from ..planning.planners.options import Auto, PlanOptions
+from ..planning.predict.scan_schedule import Sizes
 from ..planning.program.counts import by_level
+from ..runtime.agreement import validate_agreement
 from ..runtime.pingpong import log_unsplit
 from ..servers.manager import limit_memory
 from .checks import WatchedStep, validate_positions
@@ -29,8 +31,8 @@ _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer co
 class StepsMixin(_Base):
     """Runs a Trainer's steps on shared batches."""
 
-    longctx_costs: CostTable | None
-    longctx_auto: Auto | None
+    longctx_options: PlanOptions
+    longctx_auto: Auto | None = None
     longctx_topology: Topology | None
     longctx_link: NeighbourLink | None = None  # between neighbours, once it was measured
     _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
@@ -57,10 +59,7 @@ class StepsMixin(_Base):
         validate_positions(batch.layout.lengths.tolist(), limit=self._position_limit)
         if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
-        batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
-        batch.speeds, batch.auto = speeds, self.longctx_auto
-        batch.softmax, batch.scan = self.args.longctx_softmax, self.args.longctx_scan
-        batch.link = self.longctx_link
+        batch.bind(self.longctx_runtime, options=replace(self.longctx_options, speeds=speeds))
         if speeds and self.args.longctx_server_memory is not None:
             configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
             widths = (layer_widths(config, dtype=dtype) for config in configs)
@@ -72,8 +71,12 @@ class StepsMixin(_Base):
             )
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
-            digest = batch.digest(self.longctx_algorithm, kinds)
-            self.longctx_runtime.channel.agree(digest, what="the plan of a batch")
+            validate_agreement(
+                batch.fingerprints(self.longctx_algorithm, kinds),
+                channel=self.longctx_runtime.channel,
+                ranks=self.longctx_group.size,
+                what="the plan of a batch",
+            )
             if self.args.process_index == 0:
                 self._chosen = log_choices(batch, before=self._chosen)
         return batch

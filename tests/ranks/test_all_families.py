@@ -89,7 +89,7 @@ def test_families_that_work_are_exact(family: str) -> None:
     stock.set_attn_implementation("distca")
     found = run_ranks(stock, rows, ranks=2)
     assert found.error(right) < 1e-4
-    used = {plan.kind for batch in found.batches for plan in batch._plans.values()}
+    used = {plan.kind for batch in found.batches for plan in batch.binding.plans.values()}
     assert used == set(layer_kinds(stock.config))  # what training plans and compares ahead
 
 

@@ -13,6 +13,7 @@ from relay_cases import LENGTHS, Made, random_plan, relay_plan, ways_over
 
 from hf_longctx.comm.channels import ExchangeError, Hub, ThreadChannel
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan
 from hf_longctx.planning.program.checker import check, lock_step
 from hf_longctx.planning.program.counts import (
@@ -130,7 +131,7 @@ def replace_by_ring(plan: Plan) -> Plan:
     """A plan without relays on the same layout."""
     from hf_longctx.planning.planners.plan import make_plan
 
-    return make_plan("ring", plan.layout, kind=plan.kind)
+    return make_plan(plan.layout, kind=plan.kind, options=PlanOptions(algorithm="ring"))
 
 
 # Errors
