@@ -39,23 +39,19 @@ BOUNDS: dict[str, tuple[str, float]] = {
 
 # A table registers these, which is their one import: (what they are, pattern of their paths).
 REGISTERED = (
-    ("planners", "hf_longctx/plan/distca.py"),
-    ("planners", "hf_longctx/plan/ring.py"),
-    ("planners", "hf_longctx/plan/charm.py"),
-    ("planners", "hf_longctx/plan/ulysses.py"),
-    ("planners", "hf_longctx/plan/scan.py"),
-    ("planners", "hf_longctx/plan/halo.py"),
-    ("adapters", "hf_longctx/models/fla.py"),
-    ("adapters", "hf_longctx/models/*_delta.py"),
-    ("adapters", "hf_longctx/models/lightning.py"),
-    ("adapters", "hf_longctx/models/short_conv.py"),
-    ("adapters", "hf_longctx/models/s[se]*.py"),  # ssm, selective
-    ("hooks", "hf_longctx/attention/distca.py"),
-    ("hooks", "hf_longctx/attention/ring.py"),
-    ("hooks", "hf_longctx/attention/charm.py"),
-    ("hooks", "hf_longctx/attention/ulysses.py"),
-    ("hooks", "hf_longctx/attention/zeco_linear.py"),
-    ("commands", "hf_longctx/cli_*.py"),
+    ("layouts", "hf_longctx/planning/layouts/zigzag.py"),
+    ("layouts", "hf_longctx/planning/layouts/spread.py"),
+    ("planners", "hf_longctx/planning/planners/distca.py"),
+    ("planners", "hf_longctx/planning/planners/ring.py"),
+    ("planners", "hf_longctx/planning/planners/charm.py"),
+    ("planners", "hf_longctx/planning/planners/ulysses.py"),
+    ("planners", "hf_longctx/planning/planners/state_scan.py"),
+    ("adapters", "hf_longctx/recurrent/fla.py"),
+    ("adapters", "hf_longctx/recurrent/linear_attention.py"),
+    ("adapters", "hf_longctx/recurrent/short_conv.py"),
+    ("adapters", "hf_longctx/recurrent/state_space.py"),
+    ("hooks", "hf_longctx/attention/hook.py"),
+    ("commands", "hf_longctx/cli/*.py"),
 )
 NO_MODULES = {"__init__", "__main__"}
 NO_IMPORTERS = {"tests", "benchmarks"}  # folders

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 # All names of the package that this script knows:
 import hf_longctx
-from hf_longctx.comm.processes import RankContext, RankPool
 from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.data.packing import Piece
-from hf_longctx.runtime.binding import Runtime
+from hf_longctx.runtime.executor import Runtime
+from hf_longctx.verify.rank_pool import RankContext, RankPool
 
 PACKAGE = Path(hf_longctx.__file__).parent
 CONFIG = {

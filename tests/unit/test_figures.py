@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / ".ci" / "figures.py"
+SCRIPT = Path(__file__).parents[2] / ".ci" / "figures.py"
 FILES = {
     "hf_longctx/__init__.py": "from .top import go\n",
     "hf_longctx/top.py": "from . import low\nfrom .deep import Shown\n\ndef go(): ...\n",
