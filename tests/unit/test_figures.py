@@ -16,8 +16,8 @@ FILES = {
     "hf_longctx/deep/__init__.py": '"""Passes on."""\n\nfrom .inner import Shown\n',
     "hf_longctx/deep/inner.py": "class Shown:\n    # a thing\n    text = '''a\n\n# no\n'''\n",
     "hf_longctx/deep/other.py": "def f():\n    from ..top import go  # noqa\nclass _Shown: ...\n",
-    "hf_longctx/plan/ring.py": "from ..low import o\n",
-    "hf_longctx/late.py": "from .plan import ring\nfrom .top import go\n",
+    "hf_longctx/planning/planners/ring.py": "from ...low import o\n",
+    "hf_longctx/late.py": "from .planning.planners import ring\nfrom .top import go\n",
     "tests/test_one.py": "from hf_longctx import late\n",
     "README.md": "words",
 }
