@@ -16,8 +16,9 @@ from train_cases import launch_pairs, logged_by_pairs
 from transformers import AutoModelForCausalLM
 from wrapper_cases import CASES
 
-from hf_longctx.support import WRAPPER_RULES, validate_arguments, validate_wrappers
 from hf_longctx.support import table as support_table
+from hf_longctx.support import validate_arguments, validate_wrappers
+from hf_longctx.support.trainer_rules import WRAPPER_RULES
 
 CLOSE = 1e-5
 TRAINED = [name for name in CASES if not name.endswith(("_optimizer", "_resume"))]
