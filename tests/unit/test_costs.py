@@ -14,7 +14,7 @@ from helpers import LENGTHS, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 from hf_longctx.cli import profile as bench
 from hf_longctx.kernels import softmax
 from hf_longctx.planning.layouts.cost import CostTable, LayerKind
