@@ -204,23 +204,26 @@ class LongCtxBatch:
             programs[width] = state_scan.halo_program(self.layout, rank=self.rank, width=width)
         return programs[width]
 
-    def fingerprints(self, algorithm: str, kinds: Iterable[LayerKind]) -> dict[str, int]:
-        """Stable hashes of what all ranks of a group must share, by what it is.
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Stable hashes of what plans follow from, by what it is; the same on all ranks."""
+        layouts = [part.layout for part in self.parts]
+        columns = [c.astype("<i4").tobytes() for x in layouts for c in (x.lengths, x.columns)]
+        return self.options.fingerprints | {
+            "the documents": self.contents,
+            "the layout of the documents": fingerprint(*columns),
+        }
+
+    def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
+        """A stable hash of the plans, a non-negative int64.
 
         Args:
             algorithm (`str`): Planner of the softmax layers.
-            kinds (`Iterable[LayerKind]`): The kinds of the softmax layers, maybe none. Their plans
-                are hashed too: versions of a library may plan differently.
+            kinds (`Iterable[LayerKind]`): The kinds of the softmax layers, maybe none.
         """
         kinds = [*kinds] or [LayerKind()]
         plans = [part.plan(algorithm, kind).digest for kind in kinds for part in self.parts]
-        layouts = [part.layout for part in self.parts]
-        held = [c.astype("<i4").tobytes() for lay in layouts for c in (lay.lengths, lay.columns)]
-        return self.options.fingerprints | {
-            "the documents": self.contents,
-            "the layout of the documents": fingerprint(*held),
-            "the plans": fingerprint(np.sort(plans).tobytes()),  # kinds may come in any order
-        }
+        return fingerprint(np.sort(plans).tobytes())  # sorted, as kinds may be a set
 
     def places(self) -> np.ndarray:
         """int64 `[rows, 2]`: row in the data set and position there of each row of this rank; -1

@@ -15,7 +15,7 @@ from ..planning.planners.options import fingerprint
 
 
 def validate_agreement(
-    fingerprints: Mapping[str, int], *, channel: Channel, ranks: int, what: str
+    fingerprints: Mapping[str, int], *, made: int = 0, channel: Channel, ranks: int, what: str
 ) -> None:
     """Refuse to go on where the ranks of a group hold different values.
 
@@ -24,6 +24,8 @@ def validate_agreement(
     Args:
         fingerprints (`Mapping[str, int]`): A stable hash of each value, a non-negative int64, by
             what sets it; the same names on all ranks.
+        made (`int`, *optional*): A hash of what the ranks made of these values, which may differ
+            between versions of a library.
         channel (`Channel`): Between the ranks.
         ranks (`int`): How many they are.
         what (`str`): What is compared, for errors.
@@ -33,19 +35,22 @@ def validate_agreement(
         ExchangeError: where a rank does not answer.
     """
     mine = torch.tensor([*fingerprints.values()], dtype=torch.int64)
+    number = fingerprint(mine.numpy().tobytes(), made.to_bytes(8, "little"))
     try:
-        channel.agree(fingerprint(mine.numpy().tobytes()), what=what)
+        channel.agree(number, what=what)
     except ValueError as error:
         # every rank is here: `agree` raises on all of them or on none
         everyone = gather(channel, mine, ranks=ranks)
         usual = everyone.mode(dim=0).values  # the lowest one of a tie
-        differs = [
+        parts = [
             f"{name} on rank {' and '.join(map(str, odd.nonzero()[:, 0].tolist()))}"
             for name, odd in zip(fingerprints, (everyone != usual).T, strict=True)
             if odd.any()
         ]
+        if not parts:  # what was made differs alone
+            raise
         raise ValueError(
             f"rank {channel.rank}: the ranks of a group disagree on {what}: different from the "
-            f"other ranks {'is' if len(differs) == 1 else 'are'} {'; '.join(differs)}; give every "
-            "rank the same data set, seed, flags and versions"
+            f"other ranks {'is' if len(parts) == 1 else 'are'} {'; '.join(parts)}; give every rank "
+            "the same data set, seed, flags and versions"
         ) from error

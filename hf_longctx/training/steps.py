@@ -72,7 +72,8 @@ class StepsMixin(_Base):
         if self.longctx_runtime.channel is not None:
             kinds = set(layer_kinds(self.model.config))
             validate_agreement(
-                batch.fingerprints(self.longctx_algorithm, kinds),
+                batch.fingerprints,
+                made=batch.digest(self.longctx_algorithm, kinds),
                 channel=self.longctx_runtime.channel,
                 ranks=self.longctx_group.size,
                 what="the plan of a batch",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from typing import Any
 
@@ -12,6 +11,7 @@ from helpers import nan_memory
 from tiny import (
     alone,
     collate,
+    decode_two,
     documents,
     gradients,
     positions,
@@ -264,16 +264,6 @@ def test_b52_generate_and_decode_on_a_cache(name, family, cache, padding):
     assert found[0][0].shape == (2, 11)
 
 
-def decode_two(model: Any, prompt: torch.Tensor) -> torch.Tensor:
-    """Logits of two tokens decoded at once onto the prompt's cache."""
-    parameter = "cache" if "cache" in inspect.signature(model.forward).parameters else None
-    with torch.no_grad():
-        first = model(input_ids=prompt, use_cache=True)
-        kept = getattr(first, "cache", None) or first.past_key_values
-        given = {parameter or "past_key_values": kept}
-        return model(input_ids=prompt[:, :2], use_cache=True, **given).logits
-
-
 def generate_alone(context: Any, *, name: str) -> list[int]:
     """Rank 0 generates and the others do nothing: any exchange would time out."""
     if context.rank:
@@ -371,12 +361,12 @@ def test_a_batch_pickles_small_and_plans_alike():
     batch = LongCtxBatch(layout, 2, **given)
     batch.bind(Runtime())
     kinds = layer_kinds(tiny("distca").config)
-    digest = batch.fingerprints("distca", kinds)
+    digest = batch.digest("distca", kinds)
     batch.binding.saved.keep(0, (torch.zeros(9), torch.zeros(9)))
     pickled = pickle.dumps(batch)
     again = pickle.loads(pickled)
     assert len(pickled) < 4096
-    assert again.fingerprints("distca", kinds) == digest
+    assert again.digest("distca", kinds) == digest
     assert again.rank == 2
     assert {name: getattr(again, name) for name in given} == given
     assert again.binding.runtime is None and not again.binding.saved.results

@@ -11,7 +11,6 @@ from helpers import threads
 from hf_longctx.comm import topology
 from hf_longctx.comm.channels import Hub
 from hf_longctx.data.batch import LongCtxBatch
-from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.planning.layouts.levels import NeighbourLink
 from hf_longctx.planning.planners.options import PlanOptions
@@ -45,7 +44,7 @@ def test_choices_stay_with_their_process_and_ranks_that_differ_are_found_out() -
     assert given.scan_program(DELTA) is not None and given.binding.scans
     sent = pickle.loads(pickle.dumps(given))
     assert not sent.binding.scans and not sent.binding.programs
-    found = [batch(link).fingerprints("distca", [LayerKind()]) for link in (FAST, SLOW, None)]
+    found = [batch(link).fingerprints for link in (FAST, SLOW, None)]
     assert len({tuple(each.values()) for each in found}) == 3
 
 

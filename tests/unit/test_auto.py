@@ -111,9 +111,9 @@ def test_a_batch_plans_by_prediction_only_under_charm_and_auto() -> None:
     assert by_prediction.plan("charm", KIND) is by_prediction.plan("charm", KIND)
     assert by_prediction.plan("ulysses", KIND).options.algorithm == "ulysses"
     assert batch(None).plan("charm", KIND).options.algorithm == "charm"  # a topology that was given
-    found = [batch(given).fingerprints("charm", [KIND]) for given in (FAST, SLOW, None)]
-    assert len({each["the plans"] for each in found}) == 2
-    assert len({tuple(each.values()) for each in found}) == 3  # what they go by is compared, too
+    found = [batch(given) for given in (FAST, SLOW, None)]
+    assert len({each.plan("charm", KIND).options for each in found}) == 2
+    assert len({tuple(each.fingerprints.values()) for each in found}) == 3  # what they go by, too
     sent = pickle.loads(pickle.dumps(by_prediction))
     assert sent.options.auto == FAST and not sent.binding.choices
 

@@ -80,10 +80,10 @@ class PlanOptions:
     overlap: str = _option("none", "--longctx_overlap")
     speeds: tuple[float, ...] = _option((), "--longctx_servers or --longctx_server_memory")
     topology: Levels | None = _option(None, "--longctx_topology")
-    auto: Auto | None = _option(None, "--longctx_topology (links measured for auto)")
+    auto: Auto | None = _option(None, "the links measured for --longctx_topology")
     ulysses_size: int = _option(1, "--longctx_ulysses_size")
     scan: str = _option("auto", "--longctx_scan")
-    link: NeighbourLink | None = _option(None, "--longctx_scan (link measured for it)")
+    link: NeighbourLink | None = _option(None, "the link measured for --longctx_scan")
 
     def __post_init__(self) -> None:
         name = self.algorithm
