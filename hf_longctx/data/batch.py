@@ -7,7 +7,7 @@ collator to every attention layer. It pickles small: layout and options go along
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,9 @@ class Binding:
         choices (`dict[LayerKind, Choice]`): Which plan was chosen by prediction.
         scans (`dict[Sizes, Scan]`): The schedule of each state scan that crosses ranks.
         plans, programs: What was planned so far. It is freed with the batch.
-        positions (`Tensor`, *optional*): The `position_ids` that were compared with the layout
-            last, so that a batch's layers compare them once.
+        layers (`dict`): What the attention hook made of plans, by layer spec.
+        positions (`tuple[Tensor | None, int]`): The `position_ids` that were compared with the
+            layout last, and their version then, so that a batch's layers compare them once.
     """
 
     runtime: Any = None
@@ -88,7 +89,8 @@ class Binding:
     scans: dict[Sizes, Scan] = field(default_factory=dict)
     plans: dict[tuple[PlanOptions, LayerKind], Plan] = field(default_factory=dict)
     programs: dict[Sizes | int, Program | None] = field(default_factory=dict)
-    positions: tuple[Tensor, int] | None = None
+    layers: dict[Any, Any] = field(default_factory=dict)
+    positions: tuple[Tensor | None, int] = (None, -1)
 
 
 @dataclass(eq=False, slots=True)
@@ -153,6 +155,7 @@ class LongCtxBatch:
         for batch in (self, *self.halves):
             batch.binding.runtime = runtime or batch.binding.runtime
             batch.options = options or batch.options
+            batch.binding.layers.clear()  # they hold the runtime and plans of before
 
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
         """The plan for layers of one kind; made on first use, the same on every rank.
@@ -162,7 +165,9 @@ class LongCtxBatch:
                 the user's own may leave the options at their defaults.
             kind (`LayerKind`): The layers.
         """
-        options = self.options.planned_by(algorithm)
+        options = self.options
+        if algorithm != options.algorithm:
+            options = replace(options, algorithm=algorithm)
         if options.auto is not None and algorithm == "charm":
             choices = self.binding.choices
             if kind not in choices:

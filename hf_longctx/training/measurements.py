@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..attention.spec import layer_configs, layer_widths
+from ..attention.spec import layer_specs
 from ..comm.channels import Channel
 from ..comm.topology import Topology, gather, given_levels, probe
 from ..config import LongCtxArguments
@@ -93,7 +93,7 @@ def shared_costs(arguments: Any, *, model: Any, device: torch.device) -> CostTab
     given = {"table": "", "error": ""}
     if arguments.process_index == 0:
         dtype = torch.bfloat16 if arguments.bf16 else model.dtype
-        widths = layer_widths(layer_configs(model.config)[0], dtype=dtype)
+        widths = layer_specs(model.config)[0].widths(dtype)
         shape: dict[str, Any] = {n: getattr(widths, n) for n in ("heads", "kv_heads", "head_dim")}
         known_as: dict[str, Any] = {
             "device": device.type,
@@ -169,7 +169,7 @@ def find_auto(topology: Topology, channel: Channel | None, *, model: Any, argume
     dtype = torch.bfloat16 if arguments.bf16 else model.dtype
     if channel is None or not topology.rates:
         return Auto(itemsize=dtype.itemsize)
-    widths = layer_widths(layer_configs(model.config)[0], dtype=dtype)
+    widths = layer_specs(model.config)[0].widths(dtype)
     mine = torch.tensor([_entry_seconds(widths, dtype, arguments.device)], dtype=torch.float64)
     slowest = gather(channel, mine, ranks=topology.levels.ranks).max()
     machine = Machine(levels=topology.levels, links=topology.links, entry_seconds=float(slowest))

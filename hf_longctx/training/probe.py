@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..attention.spec import layer_configs
+from ..attention.spec import layer_specs
 from ..data.batch import KEY, Binding, LongCtxBatch
 from ..data.documents import IGNORE
 from ..planning.layouts.layout import cut
@@ -163,7 +163,7 @@ def _probe(model: Any, of: str, name: str) -> None:
 
 def _calls(model: Any) -> int:
     """How often one forward must reach our functions: in every softmax and recurrent layer."""
-    return len(layer_configs(model.config)) + len(recurrent_layers(model))
+    return len(layer_specs(model.config)) + len(recurrent_layers(model))
 
 
 def _difference(logits: Tensor, right: Tensor) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..attention.spec import layer_configs, layer_kinds, layer_widths
+from ..attention.spec import layer_specs
 from ..comm.topology import Topology
 from ..data.batch import KEY, LongCtxBatch
 from ..planning.layouts.levels import NeighbourLink
@@ -61,16 +61,15 @@ class StepsMixin(_Base):
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
         batch.bind(self.longctx_runtime, options=replace(self.longctx_options, speeds=speeds))
         if speeds and self.args.longctx_server_memory is not None:
-            configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
-            widths = (layer_widths(config, dtype=dtype) for config in configs)
+            specs, dtype = layer_specs(self.model.config), next(self.model.parameters()).dtype
             limit_memory(
                 batch,
                 algorithm=self.longctx_algorithm,
-                layers=list(zip(layer_kinds(self.model.config), widths, strict=True)),
+                layers=[(spec.kind, spec.widths(dtype)) for spec in specs],
                 limit=self.args.longctx_server_memory,
             )
         if self.longctx_runtime.channel is not None:
-            kinds = set(layer_kinds(self.model.config))
+            kinds = {spec.kind for spec in layer_specs(self.model.config)}
             validate_agreement(
                 batch.fingerprints,
                 made=batch.digest(self.longctx_algorithm, kinds),
@@ -96,7 +95,7 @@ class StepsMixin(_Base):
     ) -> Tensor:
         """One micro-batch, with this process's channel bound to it."""
         batch = self._bind(inputs, speeds=self.longctx_servers.speeds)
-        kinds = layer_kinds(self.model.config)
+        kinds = [spec.kind for spec in layer_specs(self.model.config)]
         self._report.add(batch, algorithm=self.longctx_algorithm, kinds=kinds)
         if self.args.longctx_overlap == "pingpong" and self.args.process_index == 0:
             log_unsplit(batch)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hf_longctx.attention.registration as registry
 
-from ..attention.spec import layer_configs, layer_kinds, layer_widths
+from ..attention.spec import layer_specs
 from ..data.batch import KEY, LongCtxBatch, halved
 from ..planning.layouts.layout import Halves, Layout, cut, halve
 from ..planning.planners.options import PlanOptions
@@ -203,7 +203,8 @@ def _count_servers(
         ranks = batch.layout.ranks
         for number in range(len(batch.options.speeds)):
             result.bytes_planned += _planned(batch, model, dtype, process=ranks + number)
-        for plan in (batch.plan("distca", kind) for kind in layer_kinds(model.config)):
+        for spec in layer_specs(model.config):
+            plan = batch.plan("distca", spec.kind)
             result.tasks_on_servers += int((plan.tasks[:, 4] >= ranks).sum())
 
 
@@ -228,10 +229,11 @@ def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> d
 
 def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype, *, process: int) -> int:
     """Bytes that a rank's or server's programs send for one batch, over all layers."""
-    widths = [layer_widths(config, dtype=dtype) for config in layer_configs(model.config)]
     plans = {plan.kind: plan for plan in batch.binding.plans.values()}
-    programs = [plans[kind].program(process) for kind in layer_kinds(model.config)]
-    return sum(map(sent_in_layer, programs, widths))
+    return sum(
+        sent_in_layer(plans[spec.kind].program(process), spec.widths(dtype))
+        for spec in layer_specs(model.config)
+    )
 
 
 def _leak(model: Any, case: Case, context: RankContext, servers: Servers) -> float:

@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 
 from hf_longctx.attention import hook
 from hf_longctx.attention.masks import Bidirectional, attention_mask
-from hf_longctx.attention.spec import layer_kinds
+from hf_longctx.attention.spec import layer_specs
 from hf_longctx.comm.channels import Hub
 from hf_longctx.data.batch import KEY, Binding, LongCtxBatch
 from hf_longctx.kernels.reference import attention, visible
@@ -141,7 +141,7 @@ def test_whole_models_of_all_ranks_equal_the_twin(name, family, changes, ranks, 
     batches = [documents([131, 1, 60, 37]), documents([2, 300], seed=1)]
     ours = run_ranks(tiny(name, family=family, **changes), batches, ranks=ranks, layout=layout)
     assert ours.error(twin(batches, family=family, **changes)) < EXACT
-    kinds = set(layer_kinds(tiny(name, family=family, **changes).config))
+    kinds = {spec.kind for spec in layer_specs(tiny(name, family=family, **changes).config)}
     for batch in ours.batches:
         assert {plan.kind for plan in batch.binding.plans.values()} == kinds
         assert not any(kind.causal for kind in kinds)

@@ -22,7 +22,7 @@ from tiny import (
 )
 
 from hf_longctx.attention.boundaries import local_documents
-from hf_longctx.attention.spec import layer_kinds
+from hf_longctx.attention.spec import layer_specs
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.planning.planners.options import PlanOptions
@@ -360,7 +360,7 @@ def test_a_batch_pickles_small_and_plans_alike():
     given = {"options": options, "budget": 4100, "filler": 3, "contents": 9}
     batch = LongCtxBatch(layout, 2, **given)
     batch.bind(Runtime())
-    kinds = layer_kinds(tiny("distca").config)
+    kinds = [spec.kind for spec in layer_specs(tiny("distca").config)]
     digest = batch.digest("distca", kinds)
     batch.binding.saved.keep(0, (torch.zeros(9), torch.zeros(9)))
     pickled = pickle.dumps(batch)

@@ -226,8 +226,8 @@ def sent_twice() -> Any:
     """A message is counted twice, as if it had been sent again."""
     plain = hook._with_batch
 
-    def again(algorithm: str, module: Any, batch: LongCtxBatch, *given: Any) -> Any:
-        out = plain(algorithm, module, batch, *given)
+    def again(bound: Any, module: Any, batch: LongCtxBatch, *given: Any) -> Any:
+        out = plain(bound, module, batch, *given)
         batch.binding.runtime.channel.sent[0] += 1
         return out
 

@@ -162,6 +162,6 @@ def test_a_kernel_is_timed_on_rows_of_the_layer() -> None:
     arguments = SimpleNamespace(bf16=True, device=torch.device("cpu"))
     flat = Topology(levels=Levels((1,)), why="for a test")
     assert find_auto(flat, None, model=model, arguments=arguments) == Auto(itemsize=2)
-    widths = training.layer_widths(model.config, dtype=torch.float32)
+    widths = training.layer_specs(model.config)[0].widths(torch.float32)
     seconds = training._timed(widths, torch.float32, torch.device("cpu"))
     assert 0 < seconds < 1e-4

@@ -7,7 +7,7 @@ compare before each step. Layer: planning.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -108,14 +108,6 @@ class PlanOptions:
                 f"longctx_ulysses_size={self.ulysses_size} for {name!r}: its ranks exchange no "
                 f"heads; leave it at 1, or use one of {NESTED}"
             )
-
-    def planned_by(self, algorithm: str) -> "PlanOptions":
-        """These options with a planner of the softmax layers.
-
-        Raises:
-            ValueError: where that planner does not know them.
-        """
-        return self if algorithm == self.algorithm else replace(self, algorithm=algorithm)
 
     def levels(self, ranks: int) -> Levels:
         """The nested domains of `ranks` ranks; one domain where no topology is given.

@@ -109,12 +109,12 @@ class Plan:
         return self._programs[rank]
 
     def _build(self, rank: int) -> Program:
-        name, size = self.options.algorithm, self.ulysses_size
+        name = self.options.algorithm
         if name == "distca":
             program = serve.program(self._exchange, rank=rank, groups=self.groups)
             served = bool((self.assignments[:, 4] >= self.layout.ranks).any())
             return _in_three_phases(program) if rank == 0 and served else program
-        across = ring.program
+        across, size = ring.program, self.ulysses_size
         if name == "charm":
             across = partial(_charm, levels=self.levels.outside(size))
         if name != "ulysses" and size == 1:
@@ -182,12 +182,14 @@ def make_plan(layout: Layout, *, kind: LayerKind, options: PlanOptions) -> Plan:
     Raises:
         ValueError: on a topology of other ranks, or ranks that cannot share the heads.
     """
-    levels, size = options.levels(layout.ranks), options.heads_over(layout.ranks)
-    validate_heads(Sharing(layout.ranks, size, kind.heads, kind.kv_heads))
-    if options.algorithm == "charm":
-        levels.outside(size)  # raises where such domains do not fit into the levels
     if options.algorithm in NESTED:
+        levels, size = options.levels(layout.ranks), options.heads_over(layout.ranks)
+        validate_heads(Sharing(layout.ranks, size, kind.heads, kind.kv_heads))
+        if options.algorithm == "charm":
+            levels.outside(size)  # raises where such domains do not fit into the levels
         return Plan(layout, kind, options, tasks(items(layout)), NO_SPLITS)
+    if options.topology is not None:
+        options.levels(layout.ranks)  # raises on a topology of other ranks
     speeds, costs, tolerance = options.speeds, options.costs, options.tolerance
     balanced = tasks(balance(layout, kind=kind, tolerance=tolerance, speeds=speeds, costs=costs))
     splits = NO_SPLITS
