@@ -47,7 +47,7 @@ class PlanOptions:
     Args:
         algorithm (`str`, *optional*, defaults to `"distca"`): Planner of the softmax layers, one of
             `ALGORITHMS`.
-        layout (`str`, *optional*, defaults to `"auto"`): Name of the layout that batches are cut by.
+        layout (`str`, *optional*, defaults to `"auto"`): Name of the layout of the batches.
         tolerance (`float`, *optional*, defaults to 0.05): Attention work that a rank may do above
             the mean, as a fraction of it (`distca`).
         costs (`CostTable`, *optional*): Balance seconds by this table (`distca`); score entries
@@ -142,7 +142,7 @@ class PlanOptions:
     @cached_property
     def digest(self) -> int:
         """A stable hash of all fields, as a non-negative int64."""
-        return fingerprint(json.dumps(self.fingerprints).encode())
+        return fingerprint(*(value.to_bytes(8, "little") for value in self.fingerprints.values()))
 
 
 def fingerprint(*parts: bytes) -> int:

@@ -87,7 +87,7 @@ class Plan:
 
     @cached_property
     def assignments(self) -> np.ndarray:
-        """int64 `[assignments, 8]`: the fields of `Assignment` but `part`: what is computed where."""
+        """What is computed where, int64 `[assignments, 8]`: the fields of `Assignment` but `part`."""
         return assignments(self.layout, self.tasks, self.splits, kind=self.kind)
 
     @cached_property

@@ -194,7 +194,8 @@ class Program:
         return json.dumps(self.to_json())
 
 
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def kept_with_program(
