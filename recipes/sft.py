@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgu
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.data.chat import tokenize_rows
-from hf_longctx.servers.groups import find_group, servers_of_a_group
 from hf_longctx.support import validate_arguments, validate_name
+from hf_longctx.training.groups import find_group, servers_per_group
 
 
 @dataclass
@@ -264,7 +264,7 @@ def main(argv: list[str]) -> None:
         training_arguments
     )  # and so on, as the trainer does: before data is tokenised
     group, name = find_group(training_arguments), model_arguments.attn_implementation
-    servers_of_a_group(training_arguments, group, name=name)
+    servers_per_group(training_arguments, group, name=name)
     logging.basicConfig(format="%(message)s")
     level = logging.INFO if training_arguments.process_index == 0 else logging.ERROR
     logging.getLogger("hf_longctx").setLevel(level)

@@ -24,8 +24,8 @@ from transformers import TrainerCallback
 from wrapper_cases import sharded
 
 from hf_longctx.servers import rendezvous
-from hf_longctx.servers.handshake import Visitor, introduce, receive
-from hf_longctx.servers.rendezvous import connect
+from hf_longctx.servers.handshake import ServerInfo, introduce, receive
+from hf_longctx.servers.listener import connect
 
 RUN = OPTIONS | {
     "max_steps": 4,
@@ -81,7 +81,7 @@ class Strikes(TrainerCallback):
     died: list[int] = field(default_factory=list)
 
     def strike(self, number: int = signal.SIGKILL) -> None:
-        for process in self.trainer.longctx_servers.processes:
+        for process in self.trainer.longctx_servers.process_ids:
             os.kill(process, number)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -158,8 +158,8 @@ def come_and_go(lines: list[str], *, called: bool) -> None:
     *_, address, _, token = line.split()
     host, port = address.split(":")
     connection = connect(host, int(port))
-    visitor = Visitor(name="one that goes", device="cpu")
-    introduce(connection, token=Path(token).read_bytes(), visitor=visitor)
+    info = ServerInfo(name="one that goes", device="cpu")
+    introduce(connection, token=Path(token).read_bytes(), server=info)
 
     def go() -> None:
         if called:

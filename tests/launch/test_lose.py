@@ -16,7 +16,8 @@ from lose_cases import STRUCK
 from test_waits import until
 from train_cases import launch
 
-from hf_longctx.servers import groups
+from hf_longctx.servers import spawn
+from hf_longctx.training import groups
 
 # Servers before each step and at the end.
 ROSTERS = {
@@ -57,8 +58,8 @@ def test_b62_a_lost_server_does_not_show_in_the_curve(runs, name):
 def test_one_line_says_what_was_lost_and_what_is_left(runs):
     lines = runs["lora"]["struck"]["lines"]
     assert [line for line in lines if line.startswith("group 0")] == [
-        f"group 0 lost 2 attention server(s) in step {STRUCK + 1}, which runs again in place, as "
-        "all steps from now on do"
+        f"group 0 lost 2 attention server(s) in step {STRUCK + 1}, which runs again without "
+        "servers, as do all later steps"
     ]
     assert sum(" is lost: " in line for line in lines) == 2
     assert any("exit code -9" in line for line in runs["groups"]["struck"]["lines"])
@@ -99,10 +100,10 @@ def test_b62_servers_end_with_a_launcher_that_is_killed(tmp_path):
 def test_b62_a_trainer_ends_whose_launcher_was_killed_before_it_was_made(monkeypatch):
     asked = []
     library = SimpleNamespace(prctl=lambda *given: asked.append(given))
-    monkeypatch.setattr(groups.ctypes, "CDLL", lambda _: library)  # pytest is not to end early
+    monkeypatch.setattr(spawn.ctypes, "CDLL", lambda _: library)  # pytest is not to end early
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     groups.end_with_launcher()  # ours lives
-    monkeypatch.setattr(groups.os, "getppid", lambda: 1)  # no signal comes for one that is gone
+    monkeypatch.setattr(spawn.os, "getppid", lambda: 1)  # no signal comes for one that is gone
     with pytest.raises(RuntimeError, match="launcher that started this trainer is gone"):
         groups.end_with_launcher()
     assert len(asked) == 2
