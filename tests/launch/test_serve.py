@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Rows, differentiate, gather, reference, scoring, shard
-from test_waits import until
+from launching import until
 
-from hf_longctx.cli.main import main
+from hf_longctx.cli import main as cli
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.planning.layouts.layout import cut
@@ -358,13 +358,13 @@ def test_a_trainers_server_imports_no_transformers(listener, tmp_path):
 )
 def test_wrong_flags_are_refused_with_the_remedy(capsys, tmp_path, flags, message):
     (tmp_path / "token").write_bytes(TOKEN)
-    assert main(["serve", "--token-file", str(tmp_path / "token"), *flags]) == 2
+    assert cli.main(["serve", "--token-file", str(tmp_path / "token"), *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        cli.main(["serve", "--help"])
     told = " ".join(capsys.readouterr().out.split())
     for fact in (
         "--longctx_servers N",

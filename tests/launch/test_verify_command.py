@@ -13,7 +13,7 @@ import torch
 from helpers import SharedPool
 from tiny import CONFIGS
 
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 from hf_longctx.verify import compare
 from hf_longctx.verify.compare import bounds_of, broken
 from hf_longctx.verify.rank_pool import RankError

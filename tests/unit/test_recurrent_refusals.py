@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_recurrent import BOUNDS, IDS, INDEX, LENGTHS, PACKED
+from recurrent_models import BOUNDS, IDS, INDEX, LENGTHS, PACKED
 from tiny import positions, tiny
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
