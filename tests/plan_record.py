@@ -37,8 +37,8 @@ Message = tuple[int, list[Block]]  # peer, blocks
 
 
 class Op(NamedTuple):
-    """An operation in the record's own words: `post`, `wait`, `attend`, `attend_grad`, `fold` or
-    `local`; what it names in order, under the record's words for its roles."""
+    """An operation in the record's own words: `post`, `wait`, `attend`, `attend_grad` or
+    `fold`; what it names in order, under the record's words for its roles."""
 
     kind: str
     blocks: tuple[tuple[str, Block], ...] = ()
@@ -47,7 +47,7 @@ class Op(NamedTuple):
     recvs: tuple[Message, ...] = ()
     after: int = -1
     channel: int = 0
-    how: str = ""  # of a fold, or the step of a local operation
+    how: str = ""  # of a fold
 
 
 class Read(NamedTuple):
@@ -87,7 +87,6 @@ from hf_longctx.planning.program.operations import (  # noqa: E402
     Attend,
     AttendGrad,
     Fold,
-    Local,
     Post,
     Wait,
 )
@@ -128,8 +127,6 @@ def _op(op: Any) -> Op:
         case Fold():
             parts = tuple(("part", tuple(block)) for block in op.parts)
             return Op("fold", (("into", tuple(op.into)), *parts), how=FOLDS.get(op.how, op.how))
-        case Local():
-            return Op("local", (("into", tuple(op.into)),), how=str(op.step))
     raise TypeError(op)
 
 

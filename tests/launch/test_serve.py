@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Rows, differentiate, gather, reference, scoring, shard
-from test_waits import until
+from launching import until
 
 from hf_longctx.cli import main as cli
 from hf_longctx.data.batch import LongCtxBatch

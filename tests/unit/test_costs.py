@@ -14,7 +14,7 @@ from helpers import LENGTHS, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.cli.main import main
+from hf_longctx.cli import main as cli
 from hf_longctx.kernels import softmax
 from hf_longctx.planning.layouts.cost import CostTable, LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut
@@ -167,7 +167,7 @@ def test_the_profile_is_the_seconds_of_an_entry(monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_profiled_is_refused(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["profile", *flags]) == 2
+    assert cli.main(["profile", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -180,7 +180,7 @@ def test_the_command_keeps_a_table_and_compares_plans(
     monkeypatch.setattr(bench, "COMPARED", bench.Compared(ranks=2, tokens=512))
     shape = ("--heads", "2", "--kv_heads", "1", "--head_dim", "8")
     report = tmp_path / "report.json"
-    assert main(["profile", *shape, "--compare", "1", "--json", str(report)]) == 0
+    assert cli.main(["profile", *shape, "--compare", "1", "--json", str(report)]) == 0
     (kept,) = (tmp_path / "cache" / "hf_longctx").iterdir()
     assert re.fullmatch(r"costs-cpu-.*-float32-2-1-8-[0-9.]+\.json", kept.name)
     assert CostTable.from_json(kept.read_text()).rows == (16, 128)
