@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-def add_serve(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add the subcommand to those of `hf-longctx`."""
     serve = commands.add_parser(
         "serve",

@@ -12,10 +12,10 @@ import secrets
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..planning.program.program import FORMAT
+from ..version import VERSION
 
 MAGIC = "hf_longctx attention server"
 SPEEDS = (1e-3, 1e3)  # planners divide work by speed, so 0, infinity and NaN are rejected
@@ -46,11 +46,7 @@ class ServerInfo:
 
 def versions() -> dict[str, object]:
     """Return the versions that must be equal on both sides."""
-    try:
-        package = version("hf-longctx")
-    except PackageNotFoundError:  # imported from a folder that was never installed
-        package = "unknown"
-    return {"hf_longctx": package, "plan format": FORMAT}
+    return {"hf_longctx": VERSION, "plan format": FORMAT}
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
