@@ -4,8 +4,8 @@
     python docs/generate.py --check    # exit with 1 if a committed page differs
 
 A page that the code can write is never edited by hand: flags come from the dataclass fields, the
-support table from its rules, JSON keys from help texts and docstrings. `tests/test_docs.py` compares
-the committed pages with what this script writes.
+support table from its rules, JSON keys from help texts and docstrings. `tests/test_docs.py`
+compares the committed pages with what this script writes.
 """
 
 import ast
@@ -33,7 +33,7 @@ from hf_longctx.training import report, steps  # noqa: E402
 from hf_longctx.verify.check import Row  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "sft.py"  # holds ModelArguments and DataArguments
-BENCHMARKS = ROOT / "hf_longctx" / "bench"  # one module per benchmark; their docstrings name the keys
+BENCHMARKS = ROOT / "hf_longctx" / "bench"  # docstrings of its modules name the keys
 PROFILE = BENCHMARKS / "profile.py"
 
 REFERENCE = ROOT / "docs" / "reference"
@@ -51,9 +51,9 @@ def flags() -> str:
         [
             "# Flags",
             "",
-            "The `--longctx_*` flags are fields of `LongCtxArguments`. `LongCtxTrainingArguments` joins",
-            "them with `TrainingArguments` of Transformers. A misspelt choice raises an error that names",
-            "the nearest one.",
+            "The `--longctx_*` flags are fields of `LongCtxArguments`. `LongCtxTrainingArguments`",
+            "joins them with `TrainingArguments` of Transformers. A misspelt choice raises an",
+            "error that names the nearest one.",
             "",
             "## Batches, attention and servers",
             "",
@@ -128,9 +128,9 @@ def support_table() -> str:
         [
             "# What is supported, and what is refused",
             "",
-            "Each row is a feature of a model or of a run. Rows with `refused` are rules: the package",
-            "raises a `ValueError` before the first step and names the value, the rule and the remedy.",
-            "`hf-longctx check --model M` applies the rules of models to yours.",
+            "Each row is a feature of a model or of a run. Rows with `refused` are rules: the",
+            "package raises a `ValueError` before the first step and names the value, the rule and",
+            "the remedy. `hf-longctx check --model M` applies the rules of models to yours.",
             "",
             support.table(),
             "",
@@ -140,21 +140,22 @@ def support_table() -> str:
 
 # logged_keys.md
 
-# The code names these keys where it forms them. A table `LOGGED_KEYS` beside `StepReport` would be a
-# better home for these lines; this script would then only print it.
+# The code names these keys where it forms them. A table `LOGGED_KEYS` beside `StepReport` would be
+# a better home for these lines; this script would then only print it.
 LOGGED_KEYS = {
     "longctx_tokens": "tokens of the batches, without filler",
     "longctx_fill": "those tokens over what the batches could hold",
     "longctx_attention_before": "attention work of the busiest rank over the mean (max/mean), with "
-    "every task on the rank that holds its queries. Softmax layers only: the work of recurrent layers "
-    "follows the tokens, which are even",
-    "longctx_attention_after": "the same, as planned. Only `distca` and `ulysses` change it. Attention "
-    "servers count",
+    "every task on the rank that holds its queries. Softmax layers only: the work of recurrent "
+    "layers follows the tokens, which are even",
+    "longctx_attention_after": "the same, as planned. Only `distca` and `ulysses` change it. "
+    "Attention servers count",
     "longctx_bytes_moved": "bytes that all trainers sent",
     "longctx_wait_seconds": "the longest time that any rank waited for messages",
-    "longctx_bytes_level_N": "in nested domains, the bytes that crossed level N; 0 is the outermost. "
-    "With `--longctx_topology 2x4`, level 0 is between the nodes and level 1 inside them",
-    "longctx_halved": "with `--longctx_overlap pingpong`, the share of batches that ran as two halves",
+    "longctx_bytes_level_N": "in nested domains, the bytes that crossed level N; 0 is the "
+    "outermost. With `--longctx_topology 2x4`, level 0 is between the nodes, level 1 inside them",
+    "longctx_halved": "with `--longctx_overlap pingpong`, the share of batches that ran as two "
+    "halves",
     "longctx_servers": "attention servers at the last batch",
     "longctx_server_tasks": "the share of attention work that the servers did",
 }
@@ -169,8 +170,8 @@ def logged_keys() -> str:
         [
             "# Logged keys",
             "",
-            "Each logged training step adds these keys to `trainer.state.log_history`. They cover all",
-            "trainers and all micro-batches since the last log.",
+            "Each logged training step adds these keys to `trainer.state.log_history`. They cover",
+            "all trainers and all micro-batches since the last log.",
             "",
             "| key | meaning |",
             "|---|---|",
@@ -183,7 +184,7 @@ def logged_keys() -> str:
 
 
 def _keys_in(module: ModuleType) -> Iterator[str]:
-    """Constants that start with `longctx_`: keys of a dict literal, and keys that `logs` is given."""
+    """Constants that start with `longctx_`: keys of dict literals, and keys set in `logs`."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         keys: list[Any] = []
         if isinstance(node, ast.Dict):
@@ -217,8 +218,8 @@ def json_keys() -> str:
     lines = [
         "# JSON keys",
         "",
-        "Each command below writes one JSON object with `--json FILE`. Nested objects are printed as",
-        "`outer.inner`.",
+        "Each command below writes one JSON object with `--json FILE`. Nested objects are printed",
+        "as `outer.inner`.",
         "",
         "## `hf-longctx verify`",
         "",
@@ -312,14 +313,15 @@ def _arguments(docstring: str) -> dict[str, str]:
 
 # api.md
 
+
 def api() -> str:
     """mkdocstrings directives for every public name."""
     lines = [
         "# Python API",
         "",
-        "`import hf_longctx` registers the attention names `distca`, `charm`, `ring`, `ulysses` and",
-        "`zeco_linear` with Transformers, and has models with recurrent layers refuse packed documents",
-        "under these names until they are prepared. It does nothing else.",
+        "`import hf_longctx` registers the attention names `distca`, `charm`, `ring`, `ulysses`",
+        "and `zeco_linear` with Transformers. Models with recurrent layers then refuse packed",
+        "documents under these names until they are prepared. It does nothing else.",
         "",
     ]
     for name in sorted(hf_longctx.__all__):
@@ -363,7 +365,7 @@ def main(argv: list[str]) -> int:
         else:
             path.write_text(text)
     if stale:
-        print(f"stale: {', '.join(stale)}; run python docs/generate.py", file=sys.stderr)
+        sys.stderr.write(f"stale: {', '.join(stale)}; run python docs/generate.py\n")
     return 1 if stale else 0
 
 

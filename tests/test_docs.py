@@ -1,9 +1,9 @@
-"""README.md and docs/ say what the code does: snippets run, links resolve, generated pages are fresh.
+"""README.md and docs/ say what the code does: snippets run, links resolve, pages are fresh.
 
 A `python` block runs, in a folder that holds `my_checkpoint`, `my_hybrid_checkpoint` and
 `my_documents.jsonl`. If a `text` block follows it, that is what it must print. A block behind
-`<!-- fragment -->` cannot run alone and is only compiled. `<!-- output: COMMAND -->` before a `text`
-block names the command of ours that prints it.
+`<!-- fragment -->` cannot run alone and is only compiled. `<!-- output: COMMAND -->` before a
+`text` block names the command of ours that prints it.
 """
 
 import contextlib
@@ -176,7 +176,8 @@ def test_links_resolve(page: Path) -> None:
             continue
         target, _, anchor = link.partition("#")
         path = (page.parent / target).resolve() if target else page
-        inside = not page.is_relative_to(DOCS) or path.is_relative_to(DOCS)  # mkdocs sees docs alone
+        # mkdocs sees docs alone
+        inside = not page.is_relative_to(DOCS) or path.is_relative_to(DOCS)
         if not (path.exists() and inside):
             broken.append(link)
         elif anchor and anchor not in anchors(path):
