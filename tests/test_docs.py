@@ -74,7 +74,7 @@ def prose(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the snippets load: two tiny checkpoints and some texts."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -105,7 +105,7 @@ def test_there_are_snippets() -> None:
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.place)
 def test_snippet_runs(
-    snippet: Snippet, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    snippet: Snippet, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = compile(snippet.text, snippet.place, "exec")
     if snippet.fragment:
@@ -113,7 +113,7 @@ def test_snippet_runs(
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.chdir(workplace)
+    monkeypatch.chdir(folder)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {"__name__": "__main__"})
