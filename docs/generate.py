@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT))
 # Every place where this script reaches into the code.
 import hf_longctx  # noqa: E402
 from hf_longctx import LongCtxArguments, LongCtxTrainingArguments, support  # noqa: E402
-from hf_longctx.cli import main as command_line  # noqa: E402
+from hf_longctx.cli.main import main as command_line  # noqa: E402
 from hf_longctx.training import report, steps  # noqa: E402
 from hf_longctx.verify.check import Row  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "sft.py"  # holds ModelArguments and DataArguments
-BENCHMARKS = ROOT / "hf_longctx" / "bench"  # docstrings of its modules name the keys
-PROFILE = BENCHMARKS / "profile.py"
+BENCHMARKS = ROOT / "benchmarks"  # docstrings of its modules name the keys
+PROFILE = ROOT / "hf_longctx" / "cli" / "profile.py"
 
 REFERENCE = ROOT / "docs" / "reference"
 HEADER = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"

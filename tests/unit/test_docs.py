@@ -22,9 +22,9 @@ import pytest
 import yaml
 
 from hf_longctx import LongCtxArguments, LongCtxTrainingArguments
-from hf_longctx.cli import main as command_line
+from hf_longctx.cli.main import main as command_line
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 GENERATED = DOCS / "reference"
 USER_PAGES = sorted(path for path in DOCS.rglob("*.md") if GENERATED not in path.parents)
