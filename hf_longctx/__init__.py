@@ -8,12 +8,12 @@ documents until they are prepared; nothing else happens.
 from .attention.registration import register
 from .config import LongCtxArguments, LongCtxTrainingArguments
 from .recurrent.prepare import prepare
-from .recurrent.unprepared_guard import guard_names
+from .recurrent.unprepared_guard import guard_by_name
 from .training.trainer import LongCtxTrainer, LongCtxTrainerMixin
 from .verify.check import check
 
 register()
-guard_names()
+guard_by_name()
 
 __all__ = [
     "LongCtxArguments",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..comm.bridge import BridgedChannel
 from ..data.batch import KEY, LongCtxBatch
+from ..data.documents import restarts
 from ..kernels.softmax import Scoring
 from ..planning.layouts.cost import LayerKind
 from ..planning.planners.plan import local_plan
@@ -156,7 +157,7 @@ def _validate_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, row
     expected = torch.from_numpy(batch.layout.positions(batch.rank)).to(position_ids.device)
     given = position_ids.expand(rows, -1).flatten().to(expected.dtype)
     if batch.layout.ranks == 1:  # whole documents, each from any position on
-        given, expected = given.diff() == 1, expected.diff() == 1
+        given, expected = restarts(given), restarts(expected)
     if not torch.equal(given, expected):
         raise ValueError(
             f"position_ids are not the positions that longctx_batch gives rank {batch.rank}'s rows "
