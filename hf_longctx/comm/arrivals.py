@@ -1,9 +1,9 @@
 """Act on exchanges as they arrive, from one waiting thread per channel.
 
-gloo has no way to ask whether a message has come, so passing it on as it arrives takes a thread that
-waits. A channel has one `Arrivals`, whose thread waits for exchanges in the order in which they were
-added and lives only while one is due. It never fails by itself: an error is kept for whoever waits
-for the exchange.
+gloo has no way to ask whether a message has come, so passing one on as it arrives takes a thread
+that waits. A channel has one `Arrivals`, whose thread waits for exchanges in the order they were
+added and lives only while one is due. It never fails by itself: an error is kept for whoever
+waits for the exchange.
 Layer: comm.
 """
 

@@ -1,7 +1,7 @@
 """Move bytes between ranks: one message per peer, over gloo or between threads of one process.
 
 A channel posts an exchange without blocking and returns an `Exchange` to wait for. The n-th message
-from a to b meets the n-th receive that b posted for a. A relayed message is announced long before it
+from a to b meets the n-th receive that b posted for a. A relayed message is posted long before it
 can leave, so its place in that order is reserved at once, on both sides: timing cannot change which
 message meets which receive. Each wait has a time-out; its error names rank, operation and peer.
 Layer: comm.
