@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_longctx.planning.layouts.cost import LayerKind
+from hf_longctx.planning.layouts.intervals import union
 from hf_longctx.planning.layouts.layout import Layout
 from hf_longctx.planning.planners.key_splits import NO_SPLITS, assignments
 
@@ -58,7 +59,7 @@ def traffic(
         layout (`Layout`): Where the tokens lie.
         tasks (`np.ndarray`): int32 `[tasks, 5]`, the fields of `Task`.
         kind (`LayerKind`): What rows see.
-        loans (`np.ndarray`, *optional*): int32 `[loans, 4]`, the fields of `Loan`.
+        loans (`np.ndarray`, *optional*): int32 `[splits, 4]`, the fields of `KeySplit`.
         processes (`int`, *optional*): Ranks and extra servers; the ranks alone by default.
     """
     # Tokens are numbered through all documents, laid end to end.
@@ -75,7 +76,12 @@ def traffic(
     low, high = first[document] + low, first[document] + high
     holder = np.searchsorted(begin, low, side="right") - 1
     needed = (owner[holder] != server) | (end[holder] < high)
-    server_of, low, high = _union(server[needed], low[needed], high[needed], stride=first[-1] + 1)
+    # A server gathers a key once, whatever tasks read it. The stride keeps servers apart.
+    stride = first[-1] + 1
+    ends = ((server * stride + x)[needed].tolist() for x in (low, high))
+    merged = np.asarray(union(zip(*ends, strict=True)), np.int64).reshape(-1, 2)
+    server_of = merged[:, 0] // stride
+    low, high = (merged - server_of[:, None] * stride).T
 
     from_segment = np.searchsorted(begin, low, side="right") - 1
     segments = np.searchsorted(begin, high, side="left") - from_segment
@@ -98,16 +104,3 @@ def traffic(
         keys_sent=summed(owner[segment], rows),
         keys_received=summed(server_of[run], rows),
     )
-
-
-def _union(
-    server: np.ndarray, low: np.ndarray, high: np.ndarray, *, stride: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ranges of each server, all below `stride` -> its disjoint ranges: servers, starts, ends."""
-    low, high = server * stride + low, server * stride + high
-    order = np.argsort(low, kind="stable")
-    low, high = low[order], np.maximum.accumulate(high[order])
-    opens = np.append(True, low[1:] > high[:-1])[: len(low)]
-    closes = np.append(opens[1:], True)[: len(low)]
-    of = server[order][opens]
-    return of, low[opens] - of * stride, high[closes] - of * stride

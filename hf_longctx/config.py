@@ -1,11 +1,13 @@
-"""The `--longctx_*` flags: how documents are packed, cut and balanced, and what is not built yet.
+"""Define the `--longctx_*` flags: how documents are packed and cut, and how attention runs.
 
-Layer: config. `LongCtxArguments` works with `HfArgumentParser` and `TrlParser`;
-`LongCtxTrainingArguments` is a `TrainingArguments` with the same fields.
+`LongCtxArguments` works with `HfArgumentParser` and `TrlParser`; `LongCtxTrainingArguments` is a
+`TrainingArguments` with the same fields. The help texts here are the only description of a flag:
+`--help` shows them and the reference page of flags is written from them. Layer: config.
 """
 
 import logging
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -17,103 +19,140 @@ from .support import validate_arguments, validate_name
 
 logger = logging.getLogger(__name__)
 
-_UNBUILT: dict[str, tuple[object, ...]] = {  # field -> values that are built
-    "longctx_layout": ("auto", "contiguous", "zigzag", "spread"),
+_BUILT: dict[str, tuple[object, ...]] = {  # flags with values that are only planned, and the others
     "longctx_balance": ("none", "tokens"),
-    "longctx_overflow": ("error", "split", "truncate"),
     "longctx_server_devices": (None, "cpu"),
-    "longctx_verify": ("off",),
+}
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {  # NaN fails each of these comparisons
+    "longctx_max_tokens_per_rank": (lambda n: n >= 1, "at least 1; 2048 to 32768 are usual"),
+    "longctx_group_size": (
+        lambda n: n >= 1,
+        "at least 1 and divide the trainers; leave it out to share each batch among all of them",
+    ),
+    "longctx_lookahead": (lambda n: n >= 1, "at least 1; 1000 is usual"),
+    "longctx_tolerance": (lambda x: 0 <= x < float("inf"), "0 or more, for example 0.05"),
+    "longctx_servers": (
+        lambda n: n >= 0,
+        "0 or more; 0 means the trainers compute all attention themselves",
+    ),
+    "longctx_server_timeout": (lambda x: x > 0, "above 0; 30 is usual"),
+    "longctx_server_memory": (lambda n: n >= 1, "at least 1; leave it out for no limit"),
+    "longctx_ulysses_size": (
+        lambda n: n >= 1,
+        "at least 1, and divide the ranks that share a batch",
+    ),
+    "data_seed": (lambda n: n >= 0, "0 or more; leave it out to use --seed"),
+}
+_REMOVED = {
+    "longctx_verify": "it had the one value off; run `hf-longctx verify` before you train",
 }
 
 
 def _flag(default: Any, help: str) -> Any:
+    """Declare a field with its help text."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(kw_only=True)
 class LongCtxArguments:
-    """How batches are built and attention runs across ranks."""
+    """Flags that say how batches are built and how attention runs across ranks.
+
+    Raises:
+        ValueError: At construction, for a value of the wrong type or out of range.
+    """
 
     longctx_max_tokens_per_rank: int = _flag(
-        4096, "Tokens each rank holds of a batch, at most. A group's batch holds this x group size."
+        4096,
+        "Largest number of tokens a rank holds of one batch. A batch holds up to this many tokens "
+        "times the group size.",
     )
     longctx_group_size: int | None = _flag(
-        None, "Ranks that share one batch; must divide the trainers. Default: all trainers."
+        None,
+        "Number of ranks that share one batch. It must divide the number of trainers. By default "
+        "all trainers share each batch.",
     )
     longctx_layout: Literal["auto", "contiguous", "zigzag", "spread"] = _flag(
         "auto",
-        "How documents are cut over ranks. auto: spread for distca, zigzag for charm and ring, "
-        "contiguous for ulysses and zeco_linear.",
+        "How documents are cut over the ranks. contiguous: consecutive tokens to each rank. "
+        "zigzag: each rank gets one piece from the head and one from the tail. spread: only long "
+        "documents are split that way, short ones stay whole. auto: spread for distca, zigzag for "
+        "charm and ring, contiguous for ulysses and zeco_linear.",
     )
     longctx_balance: Literal["none", "tokens", "attention"] = _flag(
-        "tokens", "How packs are filled: none keeps the order, tokens fits documents best."
+        "tokens",
+        "How documents are chosen for a batch. none: in the given order. tokens: so that batches "
+        "are as full as possible.",
     )
     longctx_tolerance: float = _flag(
-        0.05, "Attention work a rank may do above the mean, as a fraction (distca)."
+        0.05,
+        "Attention work that a rank may have above the mean, as a fraction (distca). A smaller "
+        "value balances better and moves more data.",
     )
     longctx_cost: Literal["entries", "measured"] = _flag(
         "entries",
-        "What is balanced (distca): score entries, or seconds by the table that hf-longctx profile "
-        "has measured on the first trainer's machine.",
+        "What is balanced (distca). entries: the number of score entries. measured: seconds, from "
+        "the table that hf-longctx profile wrote on the first trainer's machine.",
     )
     longctx_overflow: Literal["error", "split", "truncate"] = _flag(
         "error",
-        "A document longer than a batch: error stops, split makes several documents of it (each "
-        "restarts at position 0), truncate keeps its beginning.",
+        "What happens to a document that is longer than a batch. error: the run stops before the "
+        "first step. split: it becomes several documents, each starting at position 0. truncate: "
+        "only its beginning is kept.",
     )
     longctx_lookahead: int = _flag(
         1000,
-        "Documents of a stream that are read ahead, to choose from for a batch. More fill batches "
-        "better and take memory; a data set with a length is packed as a whole.",
+        "Number of documents that are read ahead from a stream to choose from for a batch. A "
+        "larger number fills batches better and takes more memory. A data set with a length is "
+        "packed as a whole.",
     )
     longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
         "none",
-        "How communication hides behind work. heads (distca): each exchange is cut into groups of "
-        "key/value heads, which travel while others are attended to. pingpong (distca): each batch "
-        "runs as two halves of whole documents, and one computes while the other's exchanges "
-        "travel.",
+        "How communication overlaps with computation (distca). heads: each exchange is cut into "
+        "groups of key/value heads; one group is sent while attention to another is computed. "
+        "pingpong: each batch runs as two halves of whole documents; one half computes while the "
+        "other half's exchanges are under way.",
     )
     longctx_servers: int = _flag(
         0,
-        "Extra attention-server processes that the trainers start (distca), over all groups and "
-        "nodes, which share them evenly. More can join with hf-longctx serve.",
+        "Number of attention-server processes that the trainers start (distca): the total, which "
+        "is divided evenly among groups and nodes. More can join with hf-longctx serve.",
     )
     longctx_server_devices: str | None = _flag(
-        None, "Devices of the servers. Only cpu, the default, is built yet."
+        None, "Device of the attention servers. Only cpu, the default, is built yet."
     )
     longctx_server_timeout: float = _flag(
-        30.0, "Seconds that a trainer waits for a server in one exchange before it gives it up."
+        30.0,
+        "Seconds that a trainer waits for an attention server in one exchange before it counts "
+        "the server as lost.",
     )
     longctx_server_memory: int | None = _flag(
         None,
-        "Bytes of queries, keys, values and results that a server may hold of a layer; it gets "
-        "less work where that would not fit. Messages take as much again for a moment.",
+        "Largest number of bytes of queries, keys, values and results that an attention server "
+        "may hold of one layer. A server gets less work where more would not fit. Messages take "
+        "the same amount once more for a short time.",
     )
     longctx_topology: str = _flag(
         "auto",
-        "Nested domains of a group's ranks (charm, ring, ulysses), outermost first: 2x4 is 2 nodes "
-        "of 4 ranks, and 8 is the group size. auto: as the launcher and the machine tell, where "
-        "measured links bear it out; charm then runs the flat ring for batches that it is not "
-        "predicted to speed up by 5 percent, and where all ranks share one place. The log says "
-        "what.",
+        "Nested domains of the ranks of a group (charm, ring, ulysses), outermost first: 2x4 means "
+        "2 nodes of 4 ranks. The product must be the group size. auto: taken from the launcher and "
+        "the machine, and confirmed by measured links; charm then runs as a flat ring for batches "
+        "where the predicted gain is below 5 percent, and where all ranks are in one place. The "
+        "choice is logged.",
     )
     longctx_ulysses_size: int = _flag(
         1,
-        "Ranks of a domain that exchange heads, while keys and values travel between domains: "
-        "round a ring, or as charm takes them. Left at 1, ulysses exchanges heads over all ranks, "
-        "and ring and charm none.",
+        "Number of ranks in a domain that exchanges heads (all-to-all), while keys and values "
+        "travel between domains as in ring or charm. With the default 1, ulysses exchanges heads "
+        "over all ranks, and ring and charm exchange none.",
     )
     longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
         "auto",
-        "How states of recurrent layers pass on (zeco_linear): chain from rank to rank, in pieces; "
-        "tree in log2 steps; allgather to all at once. auto: what is predicted to be fastest by a "
-        "measured link; the log says what.",
+        "How the states of recurrent layers are passed on (zeco_linear). chain: from rank to rank, "
+        "cut into pieces. tree: in log2(ranks) steps. allgather: to all ranks at once. auto: the "
+        "one predicted to be fastest over the measured link. The choice is logged.",
     )
     longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
-        "distca", "How softmax layers run across ranks under zeco_linear."
-    )
-    longctx_verify: Literal["off", "first_step", "always"] = _flag(
-        "off", "Check steps against one process while training. Only off is built yet."
+        "distca", "How the softmax layers of a hybrid model run across ranks under zeco_linear."
     )
 
     def __post_init__(self) -> None:
@@ -123,49 +162,23 @@ class LongCtxArguments:
             following()
             for name, value in unset_batch_sizes(self).items():
                 setattr(self, name, 1)
-                logger.info("%s, unset, is 1 instead of %d", name, value)
+                logger.info("%s was not set; it is 1 instead of %d", name, value)
 
     def check_longctx(self) -> None:
-        """Check the fields that need nothing else.
+        """Check each field by itself, and those that exclude each other.
 
         Raises:
-            ValueError: naming the flag, its value, the rule and the remedy.
+            ValueError: Names the flag, its value, the rule and the remedy.
         """
         for name, hint in get_type_hints(LongCtxArguments).items():
             default = getattr(LongCtxArguments, name)
             _validate_type(name, getattr(self, name), hint=hint, default=default)
-        if self.longctx_max_tokens_per_rank < 1:
-            raise ValueError(
-                f"longctx_max_tokens_per_rank={self.longctx_max_tokens_per_rank} must be at least 1"
-                "; 2048 to 32768 are usual"
-            )
-        if self.longctx_group_size is not None and self.longctx_group_size < 1:
-            raise ValueError(
-                f"longctx_group_size={self.longctx_group_size} must be at least 1 and divide the "
-                "trainers; leave it out to share each batch among all of them"
-            )
-        if self.longctx_lookahead < 1:
-            raise ValueError(
-                f"longctx_lookahead={self.longctx_lookahead} must be at least 1; 1000 is usual"
-            )
-        if not 0 <= self.longctx_tolerance < float("inf"):
-            raise ValueError(
-                f"longctx_tolerance={self.longctx_tolerance} must be 0 or more, for example 0.05"
-            )
-        if self.longctx_servers < 0:
-            raise ValueError(
-                f"longctx_servers={self.longctx_servers} must be 0 or more; 0 has the trainers "
-                "attend by themselves"
-            )
-        if not self.longctx_server_timeout > 0:
-            raise ValueError(
-                f"longctx_server_timeout={self.longctx_server_timeout} must be above 0; 30 is usual"
-            )
-        if self.longctx_server_memory is not None and self.longctx_server_memory < 1:
-            raise ValueError(
-                f"longctx_server_memory={self.longctx_server_memory} must be at least 1; leave it "
-                "out for no limit"
-            )
+        data_seed = getattr(self, "data_seed", None)  # a field of TrainingArguments
+        _validate_type("data_seed", data_seed, hint=int | None, default=None)
+        for name, (valid, rule) in _RANGES.items():
+            value = getattr(self, name, None)
+            if value is not None and not valid(value):
+                raise ValueError(f"{name}={value} must be {rule}")
         if not re.fullmatch(r"auto|[1-9]\d*(x[1-9]\d*)*", self.longctx_topology):
             raise ValueError(
                 f"longctx_topology={self.longctx_topology!r}: write nodes x ranks, outermost "
@@ -176,16 +189,7 @@ class LongCtxArguments:
                 f"longctx_overlap=heads with longctx_softmax={self.longctx_softmax}: only distca "
                 "cuts its exchanges by heads; use longctx_softmax=distca, or longctx_overlap=none"
             )
-        if self.longctx_ulysses_size < 1:
-            raise ValueError(
-                f"longctx_ulysses_size={self.longctx_ulysses_size} must be at least 1, and divide "
-                "the ranks that share a batch"
-            )
-        data_seed = getattr(self, "data_seed", None)  # a field of TrainingArguments
-        _validate_type("data_seed", data_seed, hint=int | None, default=None)
-        if data_seed is not None and data_seed < 0:
-            raise ValueError(f"data_seed={data_seed} must be 0 or more; leave it out to use --seed")
-        for name, built in _UNBUILT.items():
+        for name, built in _BUILT.items():
             value = getattr(self, name)
             if value not in built:
                 raise ValueError(
@@ -193,16 +197,16 @@ class LongCtxArguments:
                 )
 
     def layout_for(self, name: str) -> str:
-        """The layout under an attention name; `auto` suits its plans.
+        """Return the layout to use under an attention name.
 
         Raises:
-            ValueError: under `zeco_linear`, where a rank's states enter the next rank's tokens, for
-                a layout in which those do not follow.
+            ValueError: Under `zeco_linear`, a layout in which a rank's tokens do not follow those
+                of the rank before it, whose states they need.
         """
         if name == "zeco_linear" and self.longctx_layout not in ("auto", "contiguous"):
             raise ValueError(
                 f"longctx_layout={self.longctx_layout} under attn_implementation='zeco_linear': "
-                "a recurrent layer goes on from rank to rank; use contiguous, or leave it at auto"
+                "recurrent layers pass states from each rank to the next; use contiguous or auto"
             )
         if self.longctx_layout != "auto":
             return self.longctx_layout
@@ -210,17 +214,18 @@ class LongCtxArguments:
         return suited.get(name, "contiguous")
 
     def algorithm(self, name: str) -> str:
-        """Who plans softmax layers under an attention name."""
+        """Return the algorithm that plans softmax layers under an attention name."""
         return self.longctx_softmax if name == "zeco_linear" else name
 
     def plan_overlap(self, name: str) -> str:
-        """What plans overlap under an attention name.
+        """Return the overlap that plans are made with under an attention name: none or heads.
 
         Raises:
-            ValueError: where its plans cannot overlap so.
+            ValueError: The name's plans cannot overlap as `longctx_overlap` says.
         """
         if self.longctx_overlap != "heads":
-            return "none"
+            return "none"  # pingpong runs two halves of a batch, each under a plan without overlap
+        # `self` may be other training arguments that the fields were attached to
         if LongCtxArguments.algorithm(self, name) != "distca":
             raise ValueError(
                 f"longctx_overlap=heads: the exchanges of {name!r} are not cut by heads; use none, "
@@ -233,19 +238,21 @@ class LongCtxArguments:
 class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
     """`TrainingArguments` with the `longctx_*` fields.
 
-    Both per-device batch sizes are 1: a batch is one pack per group. Saved and reloaded with a
-    checkpoint, the attention name stands in `longctx_attention`, the number of trainers in
-    `longctx_trainers` and a fingerprint of the training data in `longctx_train_data`; the trainer
-    fills them in.
+    Both per-device batch sizes are 1: a batch is one pack per group. The trainer fills in
+    `longctx_attention` (the attention name), `longctx_trainers` (the number of trainers) and
+    `longctx_train_data` (a fingerprint of the training data). They are saved with each checkpoint,
+    and a resumed run is compared with them.
     """
 
     per_device_train_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
     per_device_eval_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
     ddp_timeout: int = _flag(
-        600, "Seconds that a trainer waits for another outside of exchanges, also on the CPU."
+        600,
+        "Seconds that a trainer waits for another one outside of attention exchanges, also on CPU.",
     )
     longctx_attention: str | None = _flag(
-        None, "Attention name of the run; filled in by the trainer, read again at resume."
+        None,
+        "Attention name of the run. The trainer fills it in, and reads it again when it resumes.",
     )
     longctx_trainers: int | None = field(default=None, init=False)
     longctx_train_data: int | None = field(default=None, init=False)
@@ -255,17 +262,32 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
             validate_name(self.longctx_attention)
         validate_arguments(self)
         super().__post_init__()
-        validate_arguments(self)
+        validate_arguments(self)  # again: TrainingArguments computes some fields, such as n_gpu
+
+
+def validate_removed_flags(given: Iterable[str]) -> None:
+    """Raise if a flag is given that existed in an earlier version.
+
+    Args:
+        given (`Iterable[str]`): Parts of a command line, or keys of a configuration file.
+
+    Raises:
+        ValueError: Names the flag and what to do instead.
+    """
+    for part in given:
+        flag = part.partition("=")[0].lstrip("-").replace("-", "_")
+        if flag in _REMOVED:
+            raise ValueError(f"{flag} was removed: {_REMOVED[flag]}, and leave the flag out")
 
 
 def unset_batch_sizes(arguments: Any) -> dict[str, int]:
-    """Per-device batch sizes that stand at their class's default, though a batch is one pack.
+    """Find per-device batch sizes that are still their class's default, though a batch is one pack.
 
     Args:
         arguments: Training arguments of any class.
 
     Returns:
-        Field -> its default, where that is not 1.
+        Field and default of each one that is not 1.
     """
     defaults = {field.name: field.default for field in fields(arguments)}
     names = {"per_device_train_batch_size", "per_device_eval_batch_size"} & defaults.keys()
@@ -274,7 +296,7 @@ def unset_batch_sizes(arguments: Any) -> dict[str, int]:
 
 
 def _validate_type(name: str, value: object, *, hint: Any, default: object) -> None:
-    """Refuse a value outside a flag's type hint: a parser would, but code may pass anything."""
+    """Raise for a value outside a flag's type hint, which a parser checks but code does not."""
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if isinstance(value, str) and value in choices:
@@ -283,8 +305,8 @@ def _validate_type(name: str, value: object, *, hint: Any, default: object) -> N
         near = get_close_matches(str(value), choices, n=1)
         remedy = f"did you mean {near[0]!r}?" if near else f"the default is {default!r}"
     else:
-        kinds = get_args(hint) or (hint,)  # several where it may be None
-        numbers = {int: Integral, float: Real}  # NumPy's among them
+        kinds = get_args(hint) or (hint,)  # several if it may be None
+        numbers = {int: Integral, float: Real}  # also NumPy's
         allowed = tuple(numbers.get(kind, kind) for kind in kinds)
         if isinstance(value, allowed) and not isinstance(value, bool):
             return

@@ -31,7 +31,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from .config import LongCtxArguments, LongCtxTrainingArguments, unset_batch_sizes
+from .config import (
+    LongCtxArguments,
+    LongCtxTrainingArguments,
+    unset_batch_sizes,
+    validate_removed_flags,
+)
 from .support import NAMES, validate_name
 from .training.trainer import LongCtxTrainerMixin
 
@@ -96,6 +101,7 @@ def read(argv: Sequence[str]) -> Command:
     if script.startswith("-"):
         parser.error(f"the script comes first, before {script}")
     rest, taken = _split(given)
+    validate_removed_flags(taken)
     flags = [part for flag, value in taken.items() for part in (f"--{flag}", value)]
     longctx, named, unknown = parser.parse_args_into_dataclasses(
         flags, look_for_args_file=False, return_remaining_strings=True

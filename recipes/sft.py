@@ -26,6 +26,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
+from hf_longctx.config import validate_removed_flags
 from hf_longctx.data.chat import tokenize_rows
 from hf_longctx.servers.groups import find_group, servers_of_a_group
 from hf_longctx.support import validate_arguments, validate_name
@@ -133,11 +134,13 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, LongCtxTraini
                 f"{known.config} holds {'nothing' if values is None else type(values).__name__}; "
                 "write one `flag: value` a line"
             )
+        validate_removed_flags(values)
         allowed = {action.dest for action in parser._actions}
         unknown = sorted(set(values) - allowed)
         if unknown:
             raise ValueError(f"{known.config}: unknown keys {unknown}; --help lists the flags")
         parser.set_defaults(**values)
+    validate_removed_flags(flags)
     model, data, training = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
     for name, value in (("model_name_or_path", model.model_name_or_path), ("data", data.data)):
         if not value:

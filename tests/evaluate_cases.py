@@ -20,8 +20,7 @@ import trl
 from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from test_hook import decode_two
-from tiny import documents, tiny
+from tiny import decode_two, documents, tiny
 from tokenizers import Tokenizer, models
 from train_cases import Case, arguments
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerFast, TrainerCallback

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -49,10 +51,8 @@ GOLDEN_2 = [
 
 
 def examples(number: int) -> settings:
-    """So many examples, however slow the machine is at the moment."""
-    return settings(
-        max_examples=number, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+    """Run a property on this many random examples, under the profile of `conftest.py`."""
+    return settings(max_examples=number)
 
 
 @st.composite
@@ -345,6 +345,20 @@ def run_lock_step(
         for there, back in zip(forward, backward, strict=True)
     ]
     return gather(plan.layout, shards[: plan.layout.ranks])
+
+
+def uneven(lengths: Sequence[int], edges: Sequence[int]) -> Layout:
+    """Rank r holds tokens `[edges[r], edges[r + 1])` of the documents laid end to end."""
+    columns, bounds = [], [0, *np.cumsum(lengths).tolist()]
+    for rank, (low, high) in enumerate(pairwise(edges)):
+        row = 0
+        for document, (start, stop) in enumerate(pairwise(bounds)):
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                columns.append((rank, row, document, first - start, last - start))
+                row += last - first
+    table = np.asarray(columns, np.int32).reshape(-1, 5)
+    return Layout(np.asarray(lengths, np.int32), len(edges) - 1, table)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ PRELOADED = [  # without trl: `hf_longctx.run` must meet scripts that import it 
     "deepspeed",
     "peft",
     "hypothesis",
+    "pytest",
 ]
 
 
@@ -107,7 +108,8 @@ def launching(*arguments: str, forked: bool = True, **more: str) -> Iterator[Lau
         more (`str`): Environment variables.
     """
     command = ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml"), *arguments]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    given = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), given]))
     marker = uuid.uuid4().hex
     environment = {**os.environ, "PYTHONPATH": paths, MARKER: marker, **more}
     fork_server()
@@ -124,6 +126,14 @@ def launching(*arguments: str, forked: bool = True, **more: str) -> Iterator[Lau
         finally:
             _kill(launch.processes())
             process.join()
+
+
+def until(done: Callable[[], bool], *, seconds: float) -> None:
+    """Return once `done()` is true; fail where it takes longer."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
 
 
 def _launcher(

@@ -7,6 +7,7 @@ targets. Letters: R ranks, T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -224,3 +225,26 @@ def run_ranks(
     outcome.grads = {name: torch.stack([g[name] for g in each]).sum(0) for name in each[0]}
     outcome.loss = sum(losses)
     return outcome
+
+
+def decode_two(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    """Logits of two tokens decoded at once onto the prompt's cache."""
+    parameter = "cache" if "cache" in inspect.signature(model.forward).parameters else None
+    with torch.no_grad():
+        first = model(input_ids=prompt, use_cache=True)
+        kept = getattr(first, "cache", None) or first.past_key_values
+        given = {parameter or "past_key_values": kept}
+        return model(input_ids=prompt[:, :2], use_cache=True, **given).logits
+
+
+def with_lora(model: Any) -> Any:
+    """The model with adapters that drop a fifth of their input, so that random state counts."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "v_proj", "up_proj"])
+    )
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.3)  # B starts at zero, which would hide dropout
+    return adapted

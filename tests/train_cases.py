@@ -57,6 +57,14 @@ class Case:
 
 
 UNEVEN = (150, 30, 17, 1, 64, 40, 9, 96, 2, 33)
+# Documents long enough for the planner to give servers pieces of them.
+SERVED = (900, 30, 17, 1, 364, 640, 9, 96, 2, 833)
+WITH_SERVERS = {
+    "longctx_max_tokens_per_rank": 640,
+    "num_train_epochs": 1,
+    "gradient_accumulation_steps": 2,
+    "longctx_server_timeout": 20.0,
+}
 LONG_AND_SHORT = {"long": (140, 71, 3), "short": (1, 2, 5, 96, 4)}
 CASES = {
     "distca": Case(lengths=UNEVEN, options={"num_train_epochs": 2}),
@@ -174,6 +182,33 @@ def trainer_of(case: Case, folder: Path, *, model: Any = None, **changes: Any) -
         args=arguments(case, folder, **changes),
         train_dataset=Dataset.from_list(case.rows()),
         eval_dataset=sets or None,
+    )
+
+
+def deepspeed_config(name: str) -> dict[str, Any]:
+    """DeepSpeed's configuration, with the ZeRO stage of a case's name."""
+    stage = int(name.removeprefix("deepspeed")[0])
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    auto = dict.fromkeys((*sizes, "gradient_clipping"), "auto")
+    return {**auto, "zero_optimization": {"stage": stage}}
+
+
+def sharded(name: str, folder: Path, *, family: str = "llama") -> Any:
+    """A tiny model under an attention name, from a checkpoint, sharded while it loads."""
+    import torch
+    import torch.distributed as dist
+    from tiny import tiny
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        tiny("sdpa", family=family, dtype=torch.float32).save_pretrained(folder / "start")
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(
+        folder / "start",
+        attn_implementation=name,
+        dtype=torch.float32,
+        distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()),
     )
 
 

@@ -12,8 +12,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
+<<<<<<< HEAD
 from ..support.model_rules import FLA_PARTS, raise_if_broken
 from . import fla_layers, transformers_layers
+=======
+from ..support.model_rules import FLA_RULE
+from ..support.rules import validate_rules
+from . import fla, linear_attention, short_conv, state_space
+>>>>>>> main
 from .adapter import Adapter
 from .context import carry_batch, disable_recompute
 from .packed_inputs import read_packed_inputs
@@ -55,7 +61,7 @@ def _adapt(model: nn.Module) -> list[nn.Module]:
     _validate_known(model, [layer for layer, _ in layers])
     if not layers:
         return []
-    raise_if_broken((FLA_PARTS,), _base(model).config)
+    validate_rules((FLA_RULE,), _base(model).config)
     for layer, adapter in layers:
         home = adapter.home(layer)
         assert home is not None

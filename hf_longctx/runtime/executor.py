@@ -24,8 +24,8 @@ from ..kernels import softmax
 from ..kernels.chunk_states import decayed
 from ..kernels.kernel_calls import KernelCall, KernelTask, calls
 from ..kernels.softmax import Scoring, merge
-from ..planning.program.counts import HeadRange, Widths, heads_in, kept_heads, lifetimes
-from ..planning.program.operations import Attend, AttendGrad, Block, Fold, Local, Op, Post, Wait
+from ..planning.program.counts import Widths, heads_in, kept_heads, lifetimes
+from ..planning.program.operations import Attend, AttendGrad, Block, Fold, HeadRange, Op, Post, Wait
 from ..planning.program.program import HOME, KINDS, Field, Program
 from . import exchanges
 from .exchanges import Exchanges
@@ -86,7 +86,7 @@ class _Kernels:
     backward: bool
 
 
-Step = _Kernels | Post | Wait | Fold | Local
+Step = _Kernels | Post | Wait | Fold
 
 
 @lru_cache(maxsize=256)
@@ -171,7 +171,6 @@ class Execution:
         backward (`bool`): Which direction.
         channel (`Channel`, *optional*): Needed where the program exchanges.
         scoring (`Scoring`, *optional*): How scores are formed.
-        local (`Callable`, *optional*): Runs the layer's own steps: `(step, into)`.
         account (`Account`, *optional*): Where to add what was done.
         layer (`int`, *optional*): Number of the layer that runs it, for errors to name.
     """
@@ -185,13 +184,12 @@ class Execution:
         backward: bool,
         channel: Channel | None = None,
         scoring: Scoring | None = None,
-        local: Callable[[int, Fields], None] | None = None,
         account: Account | None = None,
         layer: int | None = None,
     ) -> None:
         self.program, self.widths, self.dtype = program, widths, dtype
         self.wide = torch.promote_types(dtype, torch.float32)
-        self.backward, self.local = backward, local
+        self.backward = backward
         self.scoring = scoring or Scoring()
         self.account = account or Account()
         self.arrays: dict[int, Fields] = {}
@@ -271,9 +269,6 @@ class Execution:
                     yield from self._exchanges.wait(tag)
                 case Fold(into, parts, how):
                     fold(how, self._views(into), [self._views(part) for part in parts])
-                case Local(own, into):
-                    assert self.local is not None
-                    self.local(own, self.fields(into.array))
                 case _Kernels():
                     self._attend(step)
             self._number += step.tasks if isinstance(step, _Kernels) else 1

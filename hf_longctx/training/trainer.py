@@ -47,7 +47,7 @@ from .loaders import Loaders
 from .measurements import find_auto, shared_costs
 from .probe import probe, uses_all_parameters
 from .report import LongCtxCallback
-from .resume import arguments_of, restore_name, validate_resumable, validate_same_data
+from .resume import restore_name, saved_arguments, validate_resumable, validate_same_data
 from .steps import StepsMixin
 
 
@@ -271,12 +271,12 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             self.args.longctx_train_data = self.longctx_loaders.fingerprint(self.train_dataset)
         if resume_from_checkpoint:
             validate_resumable(self, checkpoint=resume_from_checkpoint)
-            kept = arguments_of(resume_from_checkpoint, output_dir=self.args.output_dir)
-            if kept is not None:
-                self._restore_name(kept, source="the checkpoint")
+            saved = saved_arguments(resume_from_checkpoint, output_dir=self.args.output_dir)
+            if saved is not None:
+                self._restore_name(saved, source="the checkpoint")
                 stream = isinstance(self.longctx_sampler, PackStream)
                 validate_same_data(
-                    kept, self.args, checkpoint=resume_from_checkpoint, stream=stream
+                    saved, self.args, checkpoint=resume_from_checkpoint, stream=stream
                 )
         self._forget_evaluation()
         with self.longctx_servers:
@@ -293,9 +293,9 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         if kind.startswith("MULTI_") and self.model_wrapped is self.model:
             self.model.__dict__.pop("_is_accelerate_prepared", None)
 
-    def _restore_name(self, kept: Any, *, source: str) -> None:
-        """Run a model without one of our names under the one that `kept` holds, if it does."""
-        if self.longctx_attention not in NAMES and restore_name(self.model, kept, source=source):
+    def _restore_name(self, saved: Any, *, source: str) -> None:
+        """Run a model without one of our names under the one that `saved` holds, if it does."""
+        if self.longctx_attention not in NAMES and restore_name(self.model, saved, source=source):
             self._adopt()
 
 

@@ -15,7 +15,7 @@ from benchmarks.peers import bfd_packs
 from benchmarks.steps import Launch, figures
 from benchmarks.texts import package_folder
 from benchmarks.trainer import Case, measure
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 
 BUDGET = 128
 # One batch of both ranks, and exactly two of TRL's packs: both sides' first step holds all of it.

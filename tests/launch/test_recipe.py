@@ -125,6 +125,8 @@ def test_a_run_is_refused_before_it_starts(recipe, flags, tmp_path, monkeypatch,
     ("text", "flags", "message"),
     [
         ("longctx_layuot: spread", [], "unknown keys ['longctx_layuot']; --help lists the flags"),
+        ("longctx_verify: off", [], "longctx_verify was removed: it had the one value off; run"),
+        ("data: x", ["--longctx_verify", "off"], "longctx_verify was removed: it had the one"),
         ("data: x", [], "--model_name_or_path is missing"),
         ("model_name_or_path: x", [], "--data is missing"),
         ("data: x\nmodel_name_or_path: x\nlongctx_layout: spiral", [], "longctx_layout='spiral'"),

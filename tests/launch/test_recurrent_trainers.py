@@ -1,19 +1,89 @@
-"""A model with recurrent layers over two trainers, step by step, against a plain loop."""
+"""Train a tiny Qwen3.5 (recurrent layers) over two trainers and compare with a plain loop.
+
+One launch runs this file as its script.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import recurrent_cases
 import torch
 from plain_loop import Plain, plain_loop, weights_of
-from recurrent_cases import CASES, FAMILY
 from tiny import tiny
-from train_cases import launch_pairs, logged_by_pairs
+from train_cases import (
+    LONG_AND_SHORT,
+    UNEVEN,
+    Case,
+    Lines,
+    arguments,
+    launch_pairs,
+    logged_by_pairs,
+    main,
+    trainer_of,
+)
 from transformers import AutoModelForCausalLM
+
+FAMILY = "qwen3_5"  # without experts, whose choices a rounding may turn
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+CHECKPOINTING = ACCUMULATED | {"activation_checkpointing": True}
+CASES = {
+    "ddp": Case(  # three steps: after five, a rounding of the weights moves a norm by a thousandth
+        lengths=UNEVEN,
+        options={"longctx_softmax": "ring", "longctx_scan": "tree", "max_steps": 3},
+    ),
+    "groups": Case(lengths=UNEVEN, options=ACCUMULATED | {"longctx_group_size": 1}),
+    "reentrant": Case(
+        lengths=UNEVEN,
+        options=CHECKPOINTING | {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "evaluate": Case(
+        lengths=UNEVEN,
+        evaluation=LONG_AND_SHORT,
+        options={"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2},
+    ),
+    "fsdp2": Case(lengths=UNEVEN, options=CHECKPOINTING),
+    "deepspeed2": Case(lengths=UNEVEN, options=CHECKPOINTING),
+}
+
+
+def perform(name: str, folder: Path) -> dict[str, Any]:
+    """Train a case to its end and save the model."""
+    import torch
+    from tiny import tiny
+    from train_cases import deepspeed_config, sharded
+
+    given: dict[str, Any] = {}
+    if name.startswith("deepspeed"):
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__ = {}  # else it compiles an extension, for 40 seconds
+        given = {"deepspeed": deepspeed_config(name)}
+    if name.startswith("fsdp2"):
+        arguments(CASES[name], folder)  # makes the default group
+        model = sharded("zeco_linear", folder, family=FAMILY)
+    else:
+        model = tiny("zeco_linear", family=FAMILY, dtype=torch.float32)
+    lines, logger = Lines(), logging.getLogger("hf_longctx")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    trainer = trainer_of(CASES[name], folder, model=model, **given)
+    trainer.train()
+    logger.removeHandler(lines)
+    trainer.save_model(str(folder / "final"))
+    return {
+        "history": trainer.state.log_history,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "recompute_bytes": trainer.longctx_runtime.account.recompute_bytes,
+        "recomputed": trainer.longctx_runtime.account.recomputed,
+        "scans": [line for line in lines.lines if line.startswith("longctx_scan=")],
+    }
+
 
 CLOSE = 1e-4
 
@@ -23,9 +93,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """All cases, in one launch."""
-    return launch_pairs(
-        tmp_path_factory.mktemp("recurrent"), CASES, script=recurrent_cases.__file__
-    )
+    return launch_pairs(tmp_path_factory.mktemp("recurrent"), CASES, script=__file__)
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +161,8 @@ def test_what_scans_take_is_logged_once_with_the_link_it_goes_by(cases):
             assert re.search(f": {wanted}$", line), line
         moved = [entry["longctx_bytes_moved"] for entry in case["history"] if "loss" in entry]
         assert max(moved) < 1 << 20  # the probe's messages of 4 MiB are not among them
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    main(Path(sys.argv[1]), sys.argv[2:], perform=perform)

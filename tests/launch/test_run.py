@@ -68,6 +68,11 @@ def test_flags_are_taken_off_and_all_others_left_alone():
     assert read(["-m", "a.b", "--attn_implementation", "ring"]).module
 
 
+def test_a_removed_flag_is_named_with_its_remedy():
+    with pytest.raises(ValueError, match="longctx_verify was removed: .* `hf-longctx verify`"):
+        read(["s.py", "--attn_implementation", "distca", "--longctx_verify", "off"])
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

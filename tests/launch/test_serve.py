@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Rows, differentiate, gather, reference, scoring, shard
-from test_waits import until
+from launching import until
 
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.planning.layouts.layout import cut

@@ -1,20 +1,91 @@
-"""Training with extra attention servers: the same losses as without, and nothing left behind."""
+"""Train with extra attention servers: the same losses as without, and nothing left behind.
+
+One launch runs this file as its script.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
+import stat
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import server_cases
-from launching import launching
-from test_waits import until
-from train_cases import launch
+from launching import launching, until
+from train_cases import SERVED, WITH_SERVERS, Case, Lines, launch, main, trainer_of
+from transformers import TrainerCallback
+
+
+def case(servers: int, **options: Any) -> Case:
+    """Documents long enough for the planner to move pieces of them."""
+    given = WITH_SERVERS | {"longctx_servers": servers} | options
+    evaluation = {"long": (700, 71, 3)}
+    return Case(lengths=SERVED, options=given, evaluation=evaluation)
+
+
+EACH = {"longctx_group_size": 1, "eval_strategy": "steps", "eval_steps": 1}
+CASES = {
+    "in_place": case(0),
+    "one": case(1, save_strategy="steps", save_steps=1),
+    "two": case(2, longctx_server_devices="cpu", longctx_server_memory=200_000),
+    "groups_in_place": case(0, **EACH),
+    "holds": case(1),
+    "one_each": case(2, **EACH),  # a trainer alone with its server, and evaluation between steps
+}
+
+
+class Looks(TrainerCallback):
+    """Looks at the token files when training begins."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        tokens = list(Path(args.output_dir).rglob("*.token"))
+        self.seen["modes"] = [stat.S_IMODE(token.stat().st_mode) for token in tokens]
+
+
+def perform(name: str, folder: Path) -> dict[str, Any]:
+    """Train a case; what rank 0 saw."""
+    lines, looks = Lines(), Looks()
+    logger = logging.getLogger("hf_longctx")
+    logger.setLevel("INFO")
+    logger.addHandler(lines)
+    trainer = trainer_of(CASES[name], folder)
+    trainer.add_callback(looks)
+    if name == "holds":
+        trainer.add_callback(Holds())
+    trainer.train()
+    logger.removeHandler(lines)
+    state = trainer.state
+    return {
+        "history": state.log_history,
+        "steps": [
+            trainer.state.global_step,
+            trainer.state.max_steps,
+            trainer.lr_scheduler.last_epoch,
+        ],
+        "summary": trainer.longctx_summary(),
+        "lines": lines.lines,
+        "saved": sorted(path.name for path in folder.glob("checkpoint-*")),
+        **looks.seen,
+    }
+
+
+class Holds(TrainerCallback):
+    """Waits before the second step, until somebody ends this process."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            (Path(args.output_dir) / f"holds{args.process_index}").write_text(str(os.getpid()))
+            time.sleep(600)
+
 
 PAIRS = {"one": "in_place", "two": "in_place", "one_each": "groups_in_place"}
 PEAK = re.compile("at most ([0-9,]+) held")
@@ -26,7 +97,7 @@ def cases(tmp_path_factory) -> dict[str, Any]:
     """All cases over two trainers."""
     folder = tmp_path_factory.mktemp("servers")
     names = [*PAIRS, "in_place", "groups_in_place"]
-    ended = launch(folder, *names, processes=2, script=server_cases.__file__)
+    ended = launch(folder, *names, processes=2, script=__file__)
     assert ended.code == 0, ended.output[-8000:]
     assert ended.left == [], "servers must end with the training"
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())["cases"]
@@ -89,7 +160,7 @@ def test_the_token_is_its_owners_and_goes_with_the_run(cases, name):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
 def test_b62_servers_end_with_a_trainer_that_is_killed(tmp_path):
-    with launching(server_cases.__file__, str(tmp_path), "holds") as under_way:
+    with launching(__file__, str(tmp_path), "holds") as under_way:
         held = [tmp_path / "holds" / f"holds{rank}" for rank in range(2)]
         until(lambda: all(path.exists() for path in held), seconds=120)
         (server,) = [pid for pid in under_way.processes() if _serves(pid)]
@@ -101,3 +172,7 @@ def test_b62_servers_end_with_a_trainer_that_is_killed(tmp_path):
 
 def _serves(pid: int) -> bool:
     return b"--token-file" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:], perform=perform)

@@ -13,7 +13,7 @@ import torch
 from helpers import SharedPool
 from tiny import CONFIGS
 
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 from hf_longctx.verify import compare
 from hf_longctx.verify.compare import bounds_of, broken
 from hf_longctx.verify.rank_pool import RankError
@@ -162,7 +162,7 @@ def test_a_rank_that_stops_ends_with_code_1_and_one_line(monkeypatch, command, c
     [
         (RING, "bloom", "model_type=bloom: this family never calls"),
         (("--attn_implementation", "distac", "--ranks", "2"), "llama", "did you mean 'distca'?"),
-        (("--attn_implementation", "zeco_linear", "--ranks", "1"), "llama", "softmax layers alone"),
+        (("--attn_implementation", "zeco_linear", "--ranks", "1"), "llama", "no recurrent layers"),
         ((*RING, "--topology", "2x2"), "llama", "longctx_topology=2x2 holds 4 ranks, but 2 share"),
         (("--attn_implementation", "ring", "--ranks", "0"), "llama", "--ranks 0 must be at least"),
         (RING, "/no/such/folder", "--model /no/such/folder: no such file or folder; give a"),

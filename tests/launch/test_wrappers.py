@@ -1,23 +1,126 @@
-"""Native FSDP2 and DeepSpeed over two trainers, step by step, against a plain loop."""
+"""Train under native FSDP2 and DeepSpeed over two trainers and compare each step with a plain loop.
+
+One launch runs this file as its script. A case's name begins with its wrapper: `fsdp2` is native
+FSDP2, `deepspeed0` to `deepspeed2` are ZeRO stages.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import wrapper_cases
 from plain_loop import Plain, pieces_of, plain_loop, token_loss, weights_of
 from tiny import collate, documents, tiny
 from torch import Tensor
-from train_cases import launch_pairs, logged_by_pairs
+from train_cases import (
+    LONG_AND_SHORT,
+    UNEVEN,
+    Case,
+    arguments,
+    deepspeed_config,
+    launch_pairs,
+    logged_by_pairs,
+    main,
+    sharded,
+    trainer_of,
+)
 from transformers import AutoModelForCausalLM
-from wrapper_cases import CASES
 
-from hf_longctx.support import WRAPPER_RULES, validate_arguments, validate_wrappers
 from hf_longctx.support import table as support_table
+from hf_longctx.support import validate_arguments, validate_wrappers
+from hf_longctx.support.trainer_rules import WRAPPER_RULES
+
+CLIPPED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
+ACCUMULATED = Case(lengths=UNEVEN, options=CLIPPED)
+ONE_STEP = Case(lengths=UNEVEN, options={"max_steps": 1, "max_grad_norm": 1e9})
+SAVED = Case(
+    lengths=UNEVEN,
+    options={"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_only_model": True},
+)
+RESUMED = Case(
+    lengths=UNEVEN,
+    options={"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"},
+)
+CASES = {
+    "fsdp2": ACCUMULATED,
+    "fsdp2_checkpointing": replace(
+        ACCUMULATED, options=CLIPPED | {"activation_checkpointing": True}, name="ring"
+    ),
+    "fsdp2_groups": Case(
+        lengths=UNEVEN,
+        options={
+            "longctx_group_size": 1,
+            "gradient_accumulation_steps": 2,
+            "longctx_overflow": "truncate",
+        },
+    ),
+    "fsdp2_evaluate": Case(
+        lengths=UNEVEN,
+        evaluation=LONG_AND_SHORT,
+        options={"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4},
+    ),
+    "fsdp2_save": SAVED,
+    "fsdp2_save_optimizer": RESUMED,
+    **{f"deepspeed{stage}": ACCUMULATED for stage in range(3)},
+    **{f"deepspeed{stage}_one_step": ONE_STEP for stage in range(3)},
+    "deepspeed2_checkpointing": Case(
+        lengths=UNEVEN,
+        evaluation=LONG_AND_SHORT,
+        options={"eval_strategy": "epoch", "activation_checkpointing": True},
+    ),
+    "deepspeed2_resume": RESUMED,
+}
+
+
+def wrapped_trainer(name: str, folder: Path, **changes: Any) -> Any:
+    """The trainer of a case, with the wrapper that its name begins with."""
+    case = CASES[name]
+    if name.startswith("deepspeed"):
+        import deepspeed.ops
+
+        # else DeepSpeed compiles a C++ extension that training does not use, for 40 seconds
+        deepspeed.ops.__compatible_ops__ = {}
+        return trainer_of(case, folder, deepspeed=deepspeed_config(name), **changes)
+    arguments(case, folder)  # makes the default group
+    return trainer_of(case, folder, model=sharded(case.name, folder), **changes)
+
+
+def perform(name: str, folder: Path) -> dict[str, Any]:
+    """Train a case to its end and save the model, or note why it is refused."""
+    started = time.time()
+    try:
+        trainer = wrapped_trainer(name, folder)
+    except ValueError as error:
+        return {"error": str(error)}
+    before = trainer.evaluate() if name == "fsdp2_evaluate" else {}
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    result = {
+        "before": before.get("eval_long_loss"),
+        "history": trainer.state.log_history,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "parameters": sorted({type(p).__name__ for p in trainer.model.parameters()}),
+        "seconds": time.time() - started,
+    }
+    if name.endswith("_save"):
+        again = wrapped_trainer(name, folder / "again")
+        try:
+            again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        except ValueError as error:
+            result["resume_error"] = str(error)
+    if name.endswith("_resume"):
+        again = wrapped_trainer(name, folder / "again", save_strategy="no")
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        again.save_model(str(folder / "resumed"))
+    return result
+
 
 CLOSE = 1e-5
 TRAINED = [name for name in CASES if not name.endswith(("_optimizer", "_resume"))]
@@ -27,7 +130,7 @@ EACH_RUN = pytest.mark.parametrize("name", TRAINED)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """All cases over two trainers, in one launch."""
-    return launch_pairs(tmp_path_factory.mktemp("wrappers"), CASES, script=wrapper_cases.__file__)
+    return launch_pairs(tmp_path_factory.mktemp("wrappers"), CASES, script=__file__)
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +325,8 @@ def test_fsdp2_by_accelerates_variable_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP=true"):
         validate_wrappers(wrapped())
     validate_wrappers(wrapped(is_fsdp_enabled=True))
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    main(Path(sys.argv[1]), sys.argv[2:], perform=perform)

@@ -15,7 +15,7 @@ from benchmarks.on_cluster import run_on
 from benchmarks.public_ring import PublicRing
 from benchmarks.real import compare
 from benchmarks.timed import Case, Measured, Way, time_ways
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 from hf_longctx.comm.topology import LinkRate
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.planning.predict.timeline import entries

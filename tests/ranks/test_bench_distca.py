@@ -16,7 +16,7 @@ from benchmarks.common import Shape
 from benchmarks.on_cluster import run_on
 from benchmarks.sides import RankRun, Step, gain, lost, run_rank, step
 from benchmarks.stretches import Seconds, Stretch, assemble
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 
 if TYPE_CHECKING:
     from hf_longctx.verify.rank_pool import RankPool

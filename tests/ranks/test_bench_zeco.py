@@ -13,7 +13,7 @@ from benchmarks import packed_linear, scanned, zeco
 from benchmarks.common import inputs
 from benchmarks.packed import split
 from benchmarks.scanned import GLOO, Case, Measured, Way, time_scans
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 from hf_longctx.comm.channels import Hub
 from hf_longctx.runtime.executor import Account
 from hf_longctx.runtime.state_scans import ScanCall

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plain_loop import plain_loop
-from test_recurrent import BATCHES, BOUNDS, EXACT, IDS, INDEX, LENGTHS, PACKED, each_alone, logits
+from recurrent_models import BATCHES, BOUNDS, EXACT, IDS, INDEX, LENGTHS, PACKED, each_alone, logits
 from tiny import CONFIGS, alone, documents, run_ranks, tiny
 from torch import nn
 from train_cases import Case, arguments

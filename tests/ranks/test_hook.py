@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from typing import Any
 
@@ -12,6 +11,7 @@ from helpers import nan_memory
 from tiny import (
     alone,
     collate,
+    decode_two,
     documents,
     gradients,
     positions,
@@ -261,16 +261,6 @@ def test_b52_generate_and_decode_on_a_cache(name, family, cache, padding):
         found.append((tokens, decode_two(model, prompt)))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
     assert found[0][0].shape == (2, 11)
-
-
-def decode_two(model: Any, prompt: torch.Tensor) -> torch.Tensor:
-    """Logits of two tokens decoded at once onto the prompt's cache."""
-    parameter = "cache" if "cache" in inspect.signature(model.forward).parameters else None
-    with torch.no_grad():
-        first = model(input_ids=prompt, use_cache=True)
-        kept = getattr(first, "cache", None) or first.past_key_values
-        given = {parameter or "past_key_values": kept}
-        return model(input_ids=prompt[:, :2], use_cache=True, **given).logits
 
 
 def generate_alone(context: Any, *, name: str) -> list[int]:

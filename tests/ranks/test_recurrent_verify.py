@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_recurrent import FAMILIES
+from recurrent_models import FAMILIES
 from tiny import CONFIGS
 
 from hf_longctx import LongCtxArguments

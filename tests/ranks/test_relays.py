@@ -9,7 +9,7 @@ import torch
 from helpers import Rows, examples, nan_memory, reference, run_lock_step
 from hypothesis import given
 from hypothesis import strategies as st
-from late_cases import LateHub, assert_delays_change_nothing
+from late_channels import LateHub, assert_delays_change_nothing
 
 from hf_longctx.comm.channels import sent_over_all
 from hf_longctx.planning.layouts.layout import cut

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from test_waits import until
+from launching import until
 
 from hf_longctx.runtime.executor import Runtime
 from hf_longctx.servers import manager as module

@@ -14,6 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_longctx import LongCtxArguments, LongCtxTrainer, LongCtxTrainingArguments
+from hf_longctx.config import validate_removed_flags
 from hf_longctx.servers.groups import find_group
 from hf_longctx.support import NAMES, NESTED, validate_unread_flags
 
@@ -45,7 +46,7 @@ SMALL = Case(lengths=(20, 9))
         ({"longctx_servers": False}, "longctx_servers=False is a bool, but must be of type int"),
         ({"longctx_topology": ["2x4"]}, "longctx_topology=['2x4'] is a list, but must be of"),
         ({"longctx_balance": "attention"}, "longctx_balance='attention' is not built yet"),
-        ({"longctx_servers": -1}, "longctx_servers=-1 must be 0 or more; 0 has the trainers"),
+        ({"longctx_servers": -1}, "longctx_servers=-1 must be 0 or more; 0 means the trainers"),
         ({"longctx_server_devices": "cuda"}, "longctx_server_devices='cuda' is not built yet"),
         ({"longctx_server_timeout": 0.0}, "longctx_server_timeout=0.0 must be above 0; 30 is"),
         ({"longctx_server_memory": 0}, "longctx_server_memory=0 must be at least 1; leave it out"),
@@ -56,7 +57,6 @@ SMALL = Case(lengths=(20, 9))
             {"longctx_overlap": "heads", "longctx_softmax": "ring"},
             "longctx_overlap=heads with longctx_softmax=ring: only distca cuts its exchanges by",
         ),
-        ({"longctx_verify": "always"}, "longctx_verify='always' is not built yet"),
         ({"longctx_overflow": "wrap"}, "longctx_overflow='wrap'"),
     ],
 )
@@ -104,13 +104,13 @@ def test_softmax_layers_of_a_hybrid_are_planned_by_a_name_of_their_own():
     given = LongCtxArguments(longctx_softmax="charm", longctx_topology="2x2")
     assert given.algorithm("zeco_linear") == "charm" and given.algorithm("ring") == "ring"
     refuse_unread(given, "zeco_linear")
-    with pytest.raises(ValueError, match="its plans know no domains"):
+    with pytest.raises(ValueError, match="its plans do not use domains"):
         refuse_unread(LongCtxArguments(longctx_topology="2x2"), "zeco_linear")
 
 
 def test_a_misspelt_attention_name_is_answered_with_the_right_one(tmp_path):
     assert arguments(SMALL, tmp_path, longctx_attention="charm").longctx_attention == "charm"
-    with pytest.raises(ValueError, match="'chram' is no name of ours; use .* mean 'charm'?"):
+    with pytest.raises(ValueError, match="'chram' is not a name of hf_.* mean 'charm'?"):
         arguments(SMALL, tmp_path, longctx_attention="chram")
 
 
@@ -181,6 +181,13 @@ def test_flags_of_a_script_are_refused(tmp_path, capsys, flags, message):
     with pytest.raises((ValueError, SystemExit)) as refusal:
         parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu", *flags])
     assert message in str(refusal.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["--lr", "1", "--longctx-verify=off"], {"longctx_verify": 1}])
+def test_a_removed_flag_is_answered_with_what_replaces_it(given):
+    with pytest.raises(ValueError, match="longctx_verify was removed: .*run `hf-longctx verify`"):
+        validate_removed_flags(given)
+    validate_removed_flags(["--longctx_servers", "1"])
 
 
 @pytest.mark.parametrize("size", [3, 4, 5])

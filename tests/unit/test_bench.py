@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import packed
 from benchmarks.common import Shape, gradient_error, inputs
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 
 TINY = Shape(layers=2, hidden=32, mlp=48, heads=2, kv_heads=1, head_dim=16, vocabulary=64)
 SETTING = {"shape", "dtype", "seed", "processes", "threads_per_process", "allocator", "cpu"}

@@ -14,8 +14,8 @@ from helpers import LENGTHS, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx import cli
-from hf_longctx.cli.main import profile as bench
+from hf_longctx.cli import main as cli
+from hf_longctx.cli import profile as bench
 from hf_longctx.kernels import softmax
 from hf_longctx.planning.layouts.cost import CostTable, LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.planning.layouts.cost import GRANULE, entries, max_over_mean
-from hf_longctx.planning.layouts.intervals import intersect, length, subtract, union
+from hf_longctx.planning.layouts.intervals import (
+    common,
+    intersect,
+    length,
+    split,
+    subtract,
+    total,
+    touching,
+    union,
+)
 from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, cut
 from hf_longctx.planning.layouts.levels import Levels
 
@@ -42,15 +51,37 @@ def test_intervals_are_sets_of_tokens(
     a: tuple[int, int], b: tuple[int, int], more: list[tuple[int, int]]
 ) -> None:
     assert length(a) == len(tokens(a))
-    common = intersect(a, b)
-    assert tokens(*([common] if common else [])) == tokens(a) & tokens(b)
+    shared = intersect(a, b)
+    assert tokens(*([shared] if shared else [])) == tokens(a) & tokens(b)
     together, left = union([a, b, *more]), subtract(a, [b, *more])
     assert tokens(*together) == tokens(a, b, *more)
     assert tokens(*left) == tokens(a) - tokens(b, *more)
-    for ranges in (together, left):
+    other = union(more)
+    both, parts = common(together, other), split(together, 3)
+    assert tokens(*both) == tokens(*together) & tokens(*other)
+    assert total(together) == len(tokens(*together))
+    sizes = list(map(total, parts))
+    assert union(chain(*parts)) == together and list(chain(*parts)) == sorted(chain(*parts))
+    assert sum(sizes) == total(together) and max(sizes) - min(sizes) <= 1
+    for ranges in (together, left, both, *parts):
         gaps = zip(ranges, ranges[1:], strict=False)
         assert all(start < stop for start, stop in ranges)
         assert all(before[1] < after[0] for before, after in gaps)
+
+
+@examples(100)
+@given(pieces=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 1))))
+def test_touching_ranges_of_one_owner_become_one(pieces: list[tuple[int, int, int]]) -> None:
+    gap, size, owner = np.asarray(pieces, np.int64).reshape(-1, 3).T
+    start = np.cumsum(gap + size) - size
+    first, last = touching(start, start + size, owner)
+    runs: list[tuple[int, int]] = []
+    for at in range(len(pieces)):
+        if at and not gap[at] and owner[at] == owner[at - 1]:
+            runs[-1] = (runs[-1][0], at)
+        else:
+            runs.append((at, at))
+    assert list(zip(first.tolist(), last.tolist(), strict=True)) == runs
 
 
 @examples(1000)
@@ -238,3 +269,21 @@ def test_b23_uneven_tokens_are_cut_exactly(layout: str) -> None:
 def test_bad_input_is_named(lengths: list[int], ranks: int, layout: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         cut(lengths, ranks=ranks, layout=layout)
+
+
+def test_coordinates_are_digits_and_peers_differ_in_one() -> None:
+    levels = Levels.parse("2x2x3")
+    assert levels.ranks == 12 and str(levels) == "2x2x3"
+    assert [levels.coordinates(r) for r in (0, 2, 3, 11)] == [
+        (0, 0, 0), (0, 0, 2), (0, 1, 0), (1, 1, 2),
+    ]  # fmt: skip
+    assert levels.peers(7, 0) == (1, 7)
+    assert levels.peers(7, 1) == (7, 10)
+    assert levels.peers(7, 2) == (6, 7, 8)
+    assert [levels.crosses(0, r) for r in (0, 1, 3, 6)] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("text", ["", "2x", "2*4", "-1", "two", "2x0"])
+def test_other_texts_are_no_levels(text: str) -> None:
+    with pytest.raises(ValueError, match="2x4"):
+        Levels.parse(text)

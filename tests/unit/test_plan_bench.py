@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import plan as bench
 from benchmarks.traffic import traffic
-from hf_longctx import cli
+from hf_longctx.cli import main as cli
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut
 from hf_longctx.planning.layouts.levels import Levels

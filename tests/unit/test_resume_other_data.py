@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,6 +156,38 @@ def test_resume_from_a_file_that_is_cut_is_refused(checkpoint, tmp_path):
     (cut / "training_args.bin").write_bytes(whole[:500])
     with pytest.raises(ValueError, match=re.escape("training_args.bin cannot be read (")):
         resumed(cut, tmp_path)
+
+
+class Harmful:
+    """What runs when a file that holds it is unpickled as Python would."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_c31_resume_runs_no_code_that_a_checkpoint_brings(checkpoint, tmp_path):
+    mark = tmp_path / "mark"
+    strange = as_if(checkpoint, tmp_path, run_name=Harmful(mark))
+    trainer = resumed(strange, tmp_path / "again")
+    assert not mark.exists() and trainer.state.global_step == trainer.state.max_steps
+    torch.load(strange / "training_args.bin", weights_only=False)
+    assert mark.exists()  # it was no empty threat
+
+
+def test_resume_reads_arguments_under_classes_and_flags_that_are_gone(checkpoint, tmp_path):
+    was = as_if(checkpoint, tmp_path, longctx_verify="off", longctx_trainers=2)
+    file = was / "training_args.bin"
+    old = torch.load(file, weights_only=False)
+    gone = type("GoneArguments", (type(old),), {"__module__": "hf_longctx.gone"})
+    sys.modules["hf_longctx.gone"] = SimpleNamespace(GoneArguments=gone)
+    old.__class__ = gone
+    torch.save(old, file)
+    del sys.modules["hf_longctx.gone"]
+    with pytest.raises(ValueError, match=r"trained on: longctx_trainers was 2 and is 1; start"):
+        resumed(was, tmp_path)
 
 
 def test_resume_without_a_checkpoint_is_trainers_own_error(tmp_path):

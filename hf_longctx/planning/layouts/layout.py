@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .intervals import touching
 from .levels import Levels
 from .spread import DocumentShare, spread
 from .zigzag import zigzag
@@ -149,10 +150,8 @@ def cut(
     }
     shares = np.asarray(list(place[layout](list(map(int, lengths)), list(room))), np.int64)
     rank, document, start, stop = shares[np.lexsort(shares.T[[2, 1, 0]])].T
-    opens = np.append(True, (rank[1:] != rank[:-1]) | (document[1:] != document[:-1])
-                      | (start[1:] != stop[:-1]))  # fmt: skip
-    closes = np.append(opens[1:], True)
-    rank, document, start, stop = rank[opens], document[opens], start[opens], stop[closes]
+    first, last = touching(start, stop, rank, document)
+    rank, document, start, stop = rank[first], document[first], start[first], stop[last]
     rows = np.bincount(rank, weights=stop - start, minlength=ranks).astype(np.int64)
     assert rows.tolist() == room, (rows, room)
     row = np.cumsum(stop - start) - (stop - start)

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from ..layouts.cost import LayerKind
+from ..layouts.intervals import Ranges, common
 from ..layouts.layout import Layout
 from ..layouts.levels import Levels
 from ..program.operations import AttendGrad, Block, Fold, Op, Post, Wait
 from ..program.program import Program
 from .hierarchical_units import HierarchicalUnits, Transfer, Unit
 from .remote_rows import DKV, DQ, GRAD, KV, Q, RemoteRows, RowPlacement, Run, post
-from .visibility import RowRanges, common
 
 PIECES = 4
 _SLOW_TURNS = 3  # that pass while a gradient is on a slow link: the work of two units with the last
@@ -91,7 +91,7 @@ class _Forward:
     def __init__(self, visits: RemoteRows, crossings: HierarchicalUnits) -> None:
         self.visits, self.crossings = visits, crossings
 
-    def blocks(self, visit: _Visit, owner: int, rows: RowRanges) -> tuple[Block, ...]:
+    def blocks(self, visit: _Visit, owner: int, rows: Ranges) -> tuple[Block, ...]:
         """Rows that travel, as they stand here: at home, or as guests."""
         if owner == self.visits.rank:
             stand, arrays = self.visits.home, self.home

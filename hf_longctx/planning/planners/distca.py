@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layouts.cost import CostTable, LayerKind
+from ..layouts.intervals import touching
 from ..layouts.layout import Layout
 from .rebalance import DOCUMENT, HOME, SERVER, Rebalance, cost, runs
 
@@ -110,8 +111,7 @@ def tasks(table: np.ndarray) -> np.ndarray:
     columns = (table[item, DOCUMENT], start, stop, table[item, HOME], table[item, SERVER])
     rows = np.stack(columns, axis=1)
     rows = rows[np.lexsort(rows.T[[1, 0, 4]])]
-    same = (rows[1:, [0, 3, 4]] == rows[:-1, [0, 3, 4]]).all(axis=1)
-    opens = np.append(True, ~(same & (rows[1:, 1] == rows[:-1, 2])))
-    merged = rows[opens]
-    merged[:, 2] = rows[np.append(opens[1:], True), 2]
+    first, last = touching(rows[:, 1], rows[:, 2], *rows[:, [0, 3, 4]].T)
+    merged = rows[first]
+    merged[:, 2] = rows[last, 2]
     return merged.astype(np.int32)

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layouts.cost import LayerKind
+from ..layouts.intervals import Ranges, common, split
 from ..layouts.layout import Layout
 from ..layouts.levels import Levels
 from .remote_rows import RowPlacement
-from .visibility import NeededRows, RowRanges, common, cut_rows, visibility
+from .visibility import NeededRows, visibility
 
-Transfer = tuple[int, int, RowRanges]  # a peer, the owner of the rows that travel, and these
+Transfer = tuple[int, int, Ranges]  # a peer, the owner of the rows that travel, and these
 
 
 class Unit(NamedTuple):
@@ -63,10 +64,10 @@ class HierarchicalUnits:
         self.layout, self.levels, self.rank, self.pieces = layout, levels, rank, pieces
         self.innermost = len(levels.sizes) - 1
         self._sight = visibility(layout, kind, queries=queries)
-        self._onlookers = self._sight.onlookers(rank)
+        self._onlookers = self._sight.viewers_of(rank)
         self._demands: dict[range, NeededRows] = {}
-        self._pieces: dict[tuple[int, range], tuple[RowRanges, ...]] = {}
-        self._needed: dict[tuple[int, range], RowRanges] = {}
+        self._pieces: dict[tuple[int, range], tuple[Ranges, ...]] = {}
+        self._needed: dict[tuple[int, range], Ranges] = {}
         self._hops: dict[Unit, tuple[list[Hop], RowPlacement]] = {}
         self._linked = [self._links(level) for level in range(self.innermost + 1)]
 
@@ -151,16 +152,16 @@ class HierarchicalUnits:
                     recvs.append((peer, theirs, self._rows(theirs, self.rank, unit, level)))
         return Hop(level, at, tuple(sends), tuple(recvs))
 
-    def needed(self, owner: int) -> RowRanges:
+    def needed(self, owner: int) -> Ranges:
         """The rows of `owner` that this rank itself needs."""
         return self._need(owner, range(self.rank, self.rank + 1))
 
-    def _rows(self, owner: int, receiver: int, unit: Unit, level: int) -> RowRanges:
+    def _rows(self, owner: int, receiver: int, unit: Unit, level: int) -> Ranges:
         """The rows of a piece that the receiver's domain below `level` needs."""
         domain = self._domain(receiver, unit.level)
         if (owner, domain) not in self._pieces:
             rows = self._need(owner, domain)
-            self._pieces[owner, domain] = cut_rows(rows, self._count(unit.level))
+            self._pieces[owner, domain] = split(rows, self._count(unit.level))
         piece = self._pieces[owner, domain][unit.piece]
         if level == unit.level or not piece:
             return piece
@@ -170,7 +171,7 @@ class HierarchicalUnits:
         size = self.levels.below(level)
         return range(rank // size * size, (rank // size + 1) * size)
 
-    def _need(self, owner: int, domain: range) -> RowRanges:
+    def _need(self, owner: int, domain: range) -> Ranges:
         if (owner, domain) not in self._needed:
             self._needed[owner, domain] = self._demand(domain).of(owner)
         return self._needed[owner, domain]

@@ -14,13 +14,13 @@ from operator import attrgetter, itemgetter
 import numpy as np
 
 from ..layouts.cost import LayerKind
-from ..layouts.intervals import Range, intersect
+from ..layouts.intervals import Range, Ranges, intersect, split
 from ..layouts.layout import Layout, Placed
 from ..program.operations import Attend, AttendGrad, Block, Fold, Message, Op, Post
 from ..program.program import HOME, Program
-from .visibility import NeededRows, RowRanges, cut_rows, visibility
+from .visibility import NeededRows, visibility
 
-Part = tuple[int, RowRanges]  # an owner and rows of it
+Part = tuple[int, Ranges]  # an owner and rows of it
 Run = tuple[Placed, tuple[Block, ...]]  # tokens of one segment, and their block in each array
 Q, KV, OUT, GRAD, DQ, DKV = range(len(HOME))
 
@@ -47,7 +47,7 @@ class RowPlacement:
         for owner, ranges in self._ranges.items():
             yield owner, tuple((start, stop) for start, stop, _ in ranges)
 
-    def blocks(self, array: int, owner: int, rows: RowRanges) -> tuple[Block, ...]:
+    def blocks(self, array: int, owner: int, rows: Ranges) -> tuple[Block, ...]:
         """Where rows of an owner, all held here, stand in `array`."""
         found = []
         for start, stop in rows:
@@ -69,14 +69,14 @@ class RowPlacement:
         ]
         return np.asarray(held, np.int64).reshape(len(held), 4)
 
-    def runs(self, arrays: Sequence[int], owner: int, rows: RowRanges) -> Iterator[Run]:
+    def runs(self, arrays: Sequence[int], owner: int, rows: Ranges) -> Iterator[Run]:
         """The rows of an owner by segment, each with its block in every array that stands so."""
         for s in segments(self.layout, owner, rows):
             (block,) = self.blocks(0, owner, ((s.row, s.row + s.stop - s.start),))
             yield s, tuple(Block(a, block.start, block.stop) for a in arrays)
 
 
-def segments(layout: Layout, owner: int, rows: RowRanges) -> Iterator[Placed]:
+def segments(layout: Layout, owner: int, rows: Ranges) -> Iterator[Placed]:
     """The rows of an owner as runs of tokens of one document."""
     held = layout.of_rank(owner)
     for start, stop in rows:
@@ -111,7 +111,7 @@ class RemoteRows:
         self.layout, self.rank, self.kind = layout, rank, kind
         self.arrays: list[tuple[str, int]] = []
         self._held: list[np.ndarray] = []
-        self.own_rows: RowRanges = ((0, layout.rows(rank)),) if layout.rows(rank) else ()
+        self.own_rows: Ranges = ((0, layout.rows(rank)),) if layout.rows(rank) else ()
         self.home = RowPlacement(layout, [(rank, self.own_rows)])
         for name in HOME:
             self.array(name, self.home)
@@ -140,7 +140,7 @@ class RemoteRows:
         self._tags += 1
         return self._tags - 1
 
-    def needs(self, owner: int) -> RowRanges:
+    def needs(self, owner: int) -> Ranges:
         """The keys of `owner` that this rank sees."""
         return self._own.of(owner)
 
@@ -250,7 +250,7 @@ class RemoteRows:
     def own_halves(self) -> tuple[list[AttendGrad], list[AttendGrad]]:
         """Gradients of the own queries with the own keys, the earlier rows and the later."""
         alone = self.layout.ranks == 1  # nothing comes between
-        first, second = (self.own_rows, ()) if alone else cut_rows(self.own_rows, 2)
+        first, second = (self.own_rows, ()) if alone else split(self.own_rows, 2)
         keys = self.own(KV, DKV)
         early, late = (
             self.attend_grad(self.home.runs((Q, GRAD, DQ), self.rank, rows), keys)

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layouts.cost import LayerKind
+from ..layouts.intervals import touching
 from ..layouts.layout import Layout, Placed
 from ..program.operations import Block, BlockColumns, Fold, Message, Op, Wait
 from ..program.program import Program
@@ -48,12 +49,9 @@ class ChunkPieces:
     def runs(self, chosen: np.ndarray, *, cut: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """First and last piece of each run of chosen pieces that touch; `cut`: of one segment."""
         at = np.flatnonzero(chosen)
-        before, after = at[:-1], at[1:]
-        apart = (self.chunk[before] != self.chunk[after]) | (self.stop[before] != self.start[after])
-        if cut:
-            apart |= self.segment[before] != self.segment[after]
-        opens = np.append(True, apart)[: len(at)]
-        return at[opens], at[np.append(opens[1:], True)[: len(at)]]
+        same = (self.chunk, self.segment) if cut else (self.chunk,)
+        first, last = touching(self.start[at], self.stop[at], *(column[at] for column in same))
+        return at[first], at[last]
 
     def at_home(self, chosen: np.ndarray) -> "ChunkBlocks":
         """Where chosen pieces stand at their owner."""

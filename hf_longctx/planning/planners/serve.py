@@ -17,14 +17,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..layouts.intervals import Range
-from ..program.operations import Attend, AttendGrad, Block, Fold, Op, Phases, Post, Wait
+from ..program.operations import (
+    ALL_HEADS,
+    Attend,
+    AttendGrad,
+    Block,
+    Fold,
+    HeadRange,
+    Op,
+    Phases,
+    Post,
+    Wait,
+)
 from ..program.program import HOME, Held, Program
 from .exchange import Context, ExchangePlan
 from .key_splits import Assignment
 
 _IN, _BACK, _DUE = range(3)  # exchanges of a part: to servers, results that leave, and come
-HeadRange = tuple[int, int]  # first key/value head and heads of a group; (0, 0) for all
-ALL_HEADS: HeadRange = (0, 0)
 Messages = dict[int, list[Block]]  # by peer
 Sides = tuple[Messages, Messages]  # sent, received
 Steps = tuple[Sequence[Op], Sequence[Op], Sequence[Op]]  # first, before sends, once results came

@@ -15,9 +15,9 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from ..layouts.cost import LayerKind
+from ..layouts.intervals import touching
 from ..layouts.layout import Layout
-from ..program.counts import HeadRange
-from ..program.operations import Attend, AttendGrad, Block, Fold, Op, Phases, Post, Wait
+from ..program.operations import Attend, AttendGrad, Block, Fold, HeadRange, Op, Phases, Post, Wait
 from ..program.program import HOME, Held, Program
 from . import ring, serve
 from .distca import tasks
@@ -76,10 +76,8 @@ def domains(layout: Layout, *, size: int) -> tuple[Layout, np.ndarray]:
     domain = rank // size
     before = np.append(0, np.cumsum(stop - start))
     row = before[:-1] - before[np.searchsorted(domain, domain)]
-    apart = (domain[1:] != domain[:-1]) | (document[1:] != document[:-1]) | (start[1:] != stop[:-1])
-    opens = np.append(True, apart)
-    closes = np.append(apart, True)
-    kept = [domain[opens], row[opens], document[opens], start[opens], stop[closes]]
+    first, last = touching(start, stop, domain, document)
+    kept = [domain[first], row[first], document[first], start[first], stop[last]]
     merged = np.stack(kept, axis=1).astype(np.int32)
     begins = np.empty_like(row)
     begins[order] = row

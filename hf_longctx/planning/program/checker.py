@@ -28,7 +28,7 @@ from ..planners.plan import Plan
 from ..planners.state_scan import DECAY, DECAY_T, ENTERING, GRAD, LEAVING_GRAD, SUMMARY
 from .counts import blocks_of, heads_in
 from .message_queue import Delivery, MessageQueue, PlanError, Postings
-from .operations import Attend, AttendGrad, Block, Fold, Local, Message, Post, Wait
+from .operations import Attend, AttendGrad, Block, Fold, Message, Post, Wait
 from .program import KINDS, Program
 
 
@@ -142,8 +142,6 @@ class Rank:
                     self._attend_grad(op)
                 case Fold(into, parts, how):
                     self.fold(into, parts, how)
-                case Local():
-                    pass  # a layer's own step moves nothing
         if posts.pending:
             left = sorted(posts.pending)
             raise PlanError(f"rank {self.rank}: exchanges {left} are never waited for")

@@ -15,10 +15,8 @@ from functools import lru_cache
 import numpy as np
 
 from ..layouts.levels import Levels
-from .operations import Block, Fold, Local, Op, Post, Wait
+from .operations import Block, Fold, HeadRange, Op, Post, Wait
 from .program import HOME, KINDS, Program
-
-HeadRange = tuple[int, int]  # first group, groups; (0, 0) for every head
 
 
 def heads_in(heads: HeadRange, *, groups: int, of: int) -> tuple[int, int]:
@@ -161,8 +159,6 @@ def blocks_of(op: Op) -> tuple[Block, ...]:
             return tuple(b for _, blocks in (*sends, *recvs) for b in blocks)
         case Fold(into, parts, _):
             return (into, *parts)
-        case Local(_, into):
-            return (into,)
         case Wait(_):
             return ()
         case _:

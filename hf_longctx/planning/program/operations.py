@@ -1,6 +1,8 @@
-"""What a program does, operation by operation, and their int32 columns.
+"""Define the operations of a program and encode them as int32 columns.
 
-Layer: planning. An operation names *blocks*: rows of arrays. The columns are those of `Program`.
+An operation names *blocks*: rows of numbered arrays, all heads of them or some. Operations are
+plain tuples, so that planners, the checker, the counters and the executor read the same thing; the
+columns are those of `Program`. Layer: planning.
 """
 
 from array import array
@@ -10,10 +12,15 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 FOLDS = ("cat", "sum", "lse", "affine", "delta", "product")
+HeadRange = tuple[int, int]  # first head group, and how many; see `counts.heads_in`
+ALL_HEADS: HeadRange = (0, 0)
 
 
 class Block(NamedTuple):
-    """Rows `[start, stop)`, and head groups `[head, head + heads)` of them; 0 for every head."""
+    """Rows `[start, stop)` of an array, and head groups `[head, head + heads)` of them.
+
+    `heads` 0 means every head.
+    """
 
     array: int
     start: int
@@ -23,7 +30,7 @@ class Block(NamedTuple):
 
 
 class BlockColumns(Sequence[Block]):
-    """Many blocks of one array, for `Program.build`; views are made where they are read.
+    """Many blocks of one array, as columns: a ring's program has too many for objects.
 
     Args:
         array (`int`): The array.
@@ -52,11 +59,15 @@ Message = tuple[int, Sequence[Block]]  # peer, blocks: one message per peer
 
 
 class Post(NamedTuple):
-    """Start an exchange: post the receives, then send. Never blocks.
+    """Start an exchange: post its receives, then send. Never blocks.
 
-    With `after`, the tag of an exchange that is posted and not yet waited for, it is a *relay*: its
-    sends, of blocks which that one receives, leave as soon as they have arrived, wherever the
-    program is by then. `channel`: each has messages, and links where they differ, of its own.
+    Args:
+        tag (`int`): Number of the exchange, by which it is waited for.
+        sends, recvs (`tuple[Message, ...]`): Blocks to and from each peer.
+        after (`int`): The tag of an exchange under way. This one is then a *relay*: its sends, of
+            blocks which that one receives, leave as soon as they have arrived. -1 for none.
+        channel (`int`): Messages of different channels do not order each other, and may go over
+            different links.
     """
 
     tag: int
@@ -67,14 +78,16 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The only operation that blocks: the exchange `tag` has arrived and its blocks are filled."""
+    """Block until the exchange `tag` has arrived and left. No other operation blocks."""
 
     tag: int
 
 
 class Attend(NamedTuple):
-    """`into` = the partial (out, lse) of rows `q` over keys `kv`, masked by position; see
-    `Program.task`."""
+    """Set `into` to the partial (out, lse) of rows `q` over keys `kv`.
+
+    The mask follows from positions; see `Program.task`.
+    """
 
     q: Block
     kv: Block
@@ -82,7 +95,10 @@ class Attend(NamedTuple):
 
 
 class AttendGrad(NamedTuple):
-    """Add one task's gradients to `dq` and `dkv`; `grad` holds the final out (or delta) and lse."""
+    """Add one task's gradients to `dq` and `dkv`.
+
+    `grad` holds the gradient of the final out, that out (or delta) and its lse.
+    """
 
     q: Block
     kv: Block
@@ -92,40 +108,38 @@ class AttendGrad(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Combine `parts` into `into`, in their order: `cat` copies them end to end, `sum` adds each to
-    what stands there, `lse` merges partials, `affine` forms E + M S of (E, M, S), `product` M2 M1
-    of (M2, M1), `delta` replaces the out of a gradient's rows by delta, the sum of grad_out * out
-    over a head."""
+    """Combine `parts`, in their order, into `into`.
+
+    `how` is one of `FOLDS`: `cat` copies them end to end; `sum` adds each to what is there; `lse`
+    merges partials; `affine` forms E + M S of (E, M, S); `product` forms M2 M1 of (M2, M1);
+    `delta` copies a gradient's rows with delta, the sum of grad_out * out over a head, for out.
+    """
 
     into: Block
     parts: tuple[Block, ...]
     how: str
 
 
-class Local(NamedTuple):
-    """A step of the layer's own, without exchange, on the array of `into`."""
-
-    step: int
-    into: Block
-
-
-Op = Post | Wait | Attend | AttendGrad | Fold | Local
+Op = Post | Wait | Attend | AttendGrad | Fold
 Phases = tuple[tuple[Op, ...], ...]
-CODES = {op: code for code, op in enumerate((Post, Wait, Attend, AttendGrad, Fold, Local))}
+CODES = {op: code for code, op in enumerate((Post, Wait, Attend, AttendGrad, Fold))}
 
 
 Encoded = list[tuple[int, int, Block]]  # role, peer, block
 
 
 class Table:
-    """Rows of a program's operations and of their blocks, end to end: large programs have more of
-    them than Python's collector should look through."""
+    """Rows of a program's operations and of their blocks, end to end.
+
+    Arrays of numbers, as the largest programs have more operations than Python's garbage collector
+    should look through.
+    """
 
     def __init__(self) -> None:
         self.ops, self.blocks, self._count = array("i"), array("i"), 0
 
     def add(self, direction: int, phase: int, op: Op) -> None:
-        """Encode an operation."""
+        """Encode one operation."""
         number, after, channel = 0, -1, 0
         match op:
             case Post(number, sends, recvs, after, channel):
@@ -139,8 +153,6 @@ class Table:
                 self._block(0, into)
                 for part in parts:
                     self._block(1, part)
-            case Local(number, into):
-                self._block(0, into)
             case _:
                 for role, block in enumerate(op):
                     self._block(role, block)
@@ -170,16 +182,14 @@ def _messages(blocks: Encoded, role: int) -> tuple[Message, ...]:
 
 
 def decode(row: Sequence[int], blocks: Encoded) -> Op:
-    """The operation of a row (code, number, after, channel), with its blocks."""
-    number, after, channel = row[1:]
-    code: Callable[..., Any] = tuple(CODES)[row[0]]
-    if code is Post:
+    """Return the operation of a row (code, number, after, channel) and its blocks."""
+    code, number, after, channel = row
+    kind: Callable[..., Any] = tuple(CODES)[code]
+    if kind is Post:
         return Post(number, _messages(blocks, 0), _messages(blocks, 1), after, channel)
-    if code is Wait:
+    if kind is Wait:
         return Wait(number)
-    if code is Fold:
+    if kind is Fold:
         into, *parts = (block for _, _, block in blocks)
         return Fold(into, tuple(parts), FOLDS[number])
-    if code is Local:
-        return Local(number, blocks[0][2])
-    return code(*(block for _, _, block in blocks))
+    return kind(*(block for _, _, block in blocks))

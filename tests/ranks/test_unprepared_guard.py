@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_recurrent import (
+from recurrent_models import (
     DESCRIPTIONS,
     FAMILIES,
     IDS,

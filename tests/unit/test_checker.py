@@ -26,7 +26,6 @@ from hf_longctx.planning.program.operations import (
     AttendGrad,
     Block,
     Fold,
-    Local,
     Op,
     Phases,
     Post,
@@ -317,7 +316,6 @@ def test_columns_keep_every_operation() -> None:
         Attend(block, group, block),
         AttendGrad(block, group, block, block, group),
         Fold(block, (group, block), "lse"),
-        Local(3, group),
     )
     program = Program.build(
         arrays=[("q", 4), ("kv", 2)], held=[], forward=(ops, ()), backward=(ops[1:],)

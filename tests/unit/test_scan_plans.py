@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import examples
+from helpers import examples, uneven
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,20 +51,6 @@ def scans(
         )
 
     return programs(make, ranks=layout.ranks)
-
-
-def uneven(lengths: Sequence[int], edges: Sequence[int]) -> Layout:
-    """Rank r holds tokens `[edges[r], edges[r + 1])` of the documents laid end to end."""
-    columns, bounds = [], [0, *np.cumsum(lengths).tolist()]
-    for rank, (low, high) in enumerate(pairwise(edges)):
-        row = 0
-        for document, (start, stop) in enumerate(pairwise(bounds)):
-            first, last = max(low, start), min(high, stop)
-            if first < last:
-                columns.append((rank, row, document, first - start, last - start))
-                row += last - first
-    table = np.asarray(columns, np.int32).reshape(-1, 5)
-    return Layout(np.asarray(lengths, np.int32), len(edges) - 1, table)
 
 
 @st.composite

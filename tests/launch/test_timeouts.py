@@ -1,6 +1,6 @@
-"""Trainers that wait for something that does not come -> how long, and with which error.
+"""No trainer waits for ever: for another's data, for a stopped trainer, for its launcher.
 
-It is started as `tests/train_cases.py` is, by `train_cases.launch(..., script=__file__)`.
+Launches run this file as their script.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train_cases import LONG_AND_SHORT, UNEVEN, Case, main, trainer_of
+import pytest
+from launching import launching, until
+from train_cases import LONG_AND_SHORT, UNEVEN, Case, launch, main, trainer_of
+
+from hf_longctx import LongCtxTrainingArguments
 
 ALONE = {"longctx_group_size": 1, "longctx_overflow": "truncate"}  # no exchange: DDP alone waits
 
@@ -55,6 +59,31 @@ def perform(name: str, folder: Path) -> dict[str, Any]:
     """Run one case."""
     RUNS[name](folder)
     return {}
+
+
+def test_b62_a_trainer_asleep_outside_an_exchange_ends_the_run(tmp_path):
+    ended = launch(tmp_path, "one_sided", "sleeps", processes=2, script=__file__)
+    assert ended.code != 0 and ended.left == []
+    assert ended.ended - float((tmp_path / "asleep").read_text()) < 30
+    assert "Timed out waiting 6000ms" in ended.output, ended.output[-8000:]
+    # the first case of the launch, on both ranks
+    refusal = "refused: the trainers hold different data sets, in rank order "
+    assert ended.output.count(refusal) == 2
+    assert "\"eval_dataset['short']\"], ['train_dataset']]; give every process" in ended.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is a signal on Linux alone")
+def test_b62_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    with launching(__file__, str(tmp_path), "waits") as under_way:
+        half = ["30.0"] * 2  # of the default group's 60 seconds
+        until(lambda: [p.read_text() for p in tmp_path.glob("waiting*")] == half, seconds=120)
+        under_way.process.kill()
+        under_way.process.join()
+        until(lambda: not under_way.processes(), seconds=20)
+
+
+def test_the_default_is_ten_minutes(tmp_path):
+    assert LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True).ddp_timeout == 600
 
 
 if __name__ == "__main__":
