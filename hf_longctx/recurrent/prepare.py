@@ -12,14 +12,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
-<<<<<<< HEAD
-from ..support.model_rules import FLA_PARTS, raise_if_broken
-from . import fla_layers, transformers_layers
-=======
 from ..support.model_rules import FLA_RULE
 from ..support.rules import validate_rules
-from . import fla, linear_attention, short_conv, state_space
->>>>>>> main
+from . import fla_layers, transformers_layers
 from .adapter import Adapter
 from .context import carry_batch, disable_recompute
 from .packed_inputs import read_packed_inputs
