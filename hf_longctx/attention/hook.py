@@ -20,7 +20,7 @@ from ..planning.layouts.cost import LayerKind
 from ..planning.planners.plan import local_plan
 from ..runtime.autograd import Layer, attend
 from ..runtime.executor import Runtime
-from ..runtime.requests import call_servers
+from ..runtime.requests import send_requests
 from ..support import recurrent_family, validate_call
 from .boundaries import local_documents, validate_padding
 from .masks import Bidirectional, SlidingWindow, dense
@@ -203,7 +203,7 @@ def _with_batch(
     layer = Layer(program, runtime.channel, scoring, account, half=batch.half, index=index)
     if batch.speeds:
         assert isinstance(runtime.channel, BridgedChannel), "servers are reached over bridges"
-        layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
+        layer.call = partial(send_requests, runtime.channel, runtime.senders, plan)
     before = runtime.sent_bytes
     if recompute:
         layer.saved = batch.saved.take(name)

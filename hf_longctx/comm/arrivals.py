@@ -53,6 +53,7 @@ class JoinedExchange:
 
     def wait(self, *, since: float | None = None) -> None:
         """Block until all of them are done."""
+        # One start for all parts: each has its own time-out, and they run side by side.
         began = time.monotonic() if since is None else since
         for part in self.parts:
             part.wait(since=began)
@@ -115,6 +116,7 @@ class Arrival:
 
     def wait(self, *, since: float | None = None) -> None:
         """Block until then. The waiting thread keeps the time; `since` is not used."""
+        # No time-out of its own: the waiting thread's exchange has one, and always ends.
         self._over.wait()
         if self.error is not None:
             raise self.error
@@ -156,6 +158,7 @@ class Arrivals:
     def add(self, exchange: Exchange, action: Action) -> Arrival:
         """Have the waiting thread run `action` once `exchange` has arrived."""
         arrival = Arrival(exchange, action)
+        # Under the lock that the thread ends under, so none is added behind its last look.
         with self._lock:
             self._due.append(arrival)
             if not self._running:

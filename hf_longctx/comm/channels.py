@@ -98,6 +98,7 @@ def sent_over_all(channel: Channel) -> int:
 
 def cause(error: RuntimeError) -> str:
     """Shorten gloo's error to a line, without its source file and general advice."""
+    # gloo puts its source file before, and two sentences of advice behind the cause.
     line = (str(error).splitlines() or ["time-out"])[0]
     return re.sub(r"^\[[^] ]+:\d+\] ", "", line).split(" This is typically")[0]
 
@@ -228,6 +229,7 @@ def over_groups(groups: Sequence[dist.ProcessGroup], *, timeout: float) -> GlooC
 _Key = tuple[int, int, int, int]  # number of the channel, from, to, how many went that way
 
 
+# Sends here never wait for a receive, so tests that depend on it need gloo.
 class Hub:
     """The messages of ranks that run as threads of one process.
 
@@ -272,6 +274,7 @@ class _ThreadExchange:
             if message.numel() != buffer.numel():
                 why = f"{message.numel()} bytes came, {buffer.numel()} were expected"
                 raise _failed(self.channel.rank, self.what, key[1], why)
+            # Into the caller's buffer, as gloo receives.
             buffer.copy_(message)
         self.due = []
 

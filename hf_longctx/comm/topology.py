@@ -47,6 +47,7 @@ def own_place(device: torch.device) -> Place:
         found: Any = torch.cuda.get_device_properties(device)
         bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         return node, *pci_place(bus)
+    # A process that may run on several domains belongs to none.
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return node, cpu_place(affinity(0) if affinity else set()), _UNKNOWN
 
@@ -58,6 +59,7 @@ def node_name(environment: Mapping[str, str]) -> str:
         environment (`Mapping[str, str]`): With `GROUP_RANK`, the node's number under torchrun, or
             `RANK` and `LOCAL_WORLD_SIZE`, if the process was launched.
     """
+    # Host names may be equal in containers, so the launcher's numbers come first.
     if "GROUP_RANK" in environment:
         return environment["GROUP_RANK"]
     if "RANK" in environment and "LOCAL_WORLD_SIZE" in environment:
@@ -233,6 +235,7 @@ def _measured(channel: Channel, ranks: int, place: Place) -> Topology:
     levels, depths = nested_levels(everyone.tolist())
     if bool((everyone == everyone[0]).all()):
         return Topology(levels=levels, why="one domain, as all share a node and a NUMA domain")
+    # Also with one level: predictions use its links.
     rates = probe(channel, levels)
     if not depths:
         why = f"one domain, as no neighbours share a place that others lack; links: {rates[0]}"

@@ -79,6 +79,7 @@ class _Conv(torch.autograd.Function):
         weight = weight.contiguous()
         ctx.save_for_backward(x, halo, weight)
         ctx.given = lengths, len(weight), max(1, _BLOCK // x.shape[1])
+        # The last tap is the token's own; earlier rows are added tap by tap.
         out = x * weight[-1]
         for term in _terms(*ctx.given):
             rows = (halo if term.halo else x)[term.rows]

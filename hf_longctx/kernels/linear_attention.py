@@ -54,6 +54,7 @@ def linear_attention(
     q, k, v, decay = (_to_chunks(x, grid, wide) for x in (q_THN, k_THN, v_THV, log_decay))
     none = (None,) * len(v)
     rates = none if beta is None else _to_chunks(beta, grid, wide)
+    # Heads of a block are consecutive, as chunk() cuts them.
     starts = none if entering is None else entering.to(wide).chunk(len(v))
     blocks = zip(q, k, v, decay, rates, starts, strict=True)
     outs = [_attend_block(*block, grid=grid) for block in blocks]

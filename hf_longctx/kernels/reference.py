@@ -48,9 +48,11 @@ def partial(
     scores = torch.einsum("qhd,khd->qhk", q_THD, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    # After the cap, which would turn -inf into -softcap.
     scores = scores.masked_fill(~mask[:, None, :], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     if sinks is not None:
+        # A sink adds to the normalizer alone.
         lse = torch.logaddexp(lse, sinks)
     # -inf - -inf would be NaN in rows without keys, whose weights are 0.
     weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
@@ -172,6 +174,7 @@ def causal_conv(
     outs, start = [x_TC[:0]], 0
     for i, n in enumerate(lengths):
         before = x_TC.new_zeros(taps - 1, x_TC.shape[1])
+        # Only the first segment can have begun on an earlier rank.
         if i == 0 and halo is not None:
             before = halo
         rows = torch.cat([before, x_TC[start : start + n]])

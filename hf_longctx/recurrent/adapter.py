@@ -24,6 +24,7 @@ from .context import ActiveLayer, activate_layer, active_layer, batch_of_block, 
 
 KNOWN = {"transformers": "5.24", "fla": "0.6"}  # versions whose functions ours stand in for
 
+# Accelerate's device_map replaces forwards by closures, in which there is no method to wrap.
 wrap_packed_forward = partial(
     wrap_forward, purpose="keep documents apart", remedy="load the model without device_map"
 )
@@ -89,6 +90,7 @@ class Adapter:
         Raises:
             ValueError: if the library's functions take other arguments than ours know.
         """
+        # In the modeling file, not in the layer: a layer looks its functions up there by name.
         for name, replacement in self.functions.items():
             dispatcher = partial(_dispatcher, ours=replacement.function)
             place = f"{home.__name__}.{name}"
@@ -110,6 +112,7 @@ class Adapter:
         Raises:
             ValueError: if it did not call exactly those.
         """
+        # A library that renames a function would run its own, and documents would leak silently.
         expected, home = self.expected(layer.module), self.home(layer.module)
         if tuple(layer.steps) != expected:
             assert home is not None
@@ -149,6 +152,7 @@ def validate_parameters(place: str, original: Function | None, known: str) -> No
     Raises:
         ValueError: with both lists, and the version that is known.
     """
+    # All names, in order: a function with a new argument may do what ours does not.
     found = " ".join(inspect.signature(original).parameters) if original else "no such function"
     if found != known:
         raise ValueError(
@@ -189,6 +193,7 @@ def _give_masks_positions(home: ModuleType) -> None:
 
 def _dispatcher(original: Function, *, ours: Function) -> Function:
     def dispatch(*args: Any, **kwargs: Any) -> Any:
+        # At each call: a modeling file serves prepared and unprepared models alike.
         layer = active_layer()
         return original(*args, **kwargs) if layer is None else ours(layer, *args, **kwargs)
 
@@ -199,8 +204,10 @@ def _layer_forward(original: Function, *, adapter: Adapter) -> Callable[..., Any
     """Make the layer the active one during its forward if it has packed documents."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Decoder layers that hand no keywords on carry the batch past the layer's arguments.
         batch: LongCtxBatch | None = kwargs.get(KEY) or batch_of_block()
         if batch is None:
+            # The model has read documents, so a layer that gets none has lost them.
             if batch_of_model() is not None:
                 raise ValueError(
                     f"{KEY} was lost on its way to {type(self).__name__}, so documents would run "

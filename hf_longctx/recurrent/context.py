@@ -69,6 +69,7 @@ class _ActiveModel(NamedTuple):
     targets: Tensor | None
 
 
+# Context variables, since each thread and each half of a ping-pong has values of its own.
 _NO_MODEL = _ActiveModel(None, None, None)
 _LAYER: ContextVar[ActiveLayer | None] = ContextVar("hf_longctx_layer", default=None)
 _BLOCK: ContextVar[LongCtxBatch | None] = ContextVar("hf_longctx_block", default=None)
@@ -97,6 +98,7 @@ def targets_of_model() -> Tensor | None:
 
 def inside_active_model(module: nn.Module) -> bool:
     """Return whether a module is part of the active model, which has read the documents already."""
+    # A model's head calls its base model, which is wrapped too and must not read them again.
     outer = _MODEL.get().module
     return outer is not None and any(part is module for part in outer.modules())
 
@@ -142,6 +144,7 @@ def _carrying(kind: Any) -> Any:
         return super(derived, self).__call__(*args, **kwargs)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not handed on, as the original does not take it.
         with _set(_BLOCK, kwargs.pop(KEY)):
             return super(derived, self).forward(*args, **kwargs)
 
@@ -165,6 +168,7 @@ def disable_recompute(block: nn.Module) -> None:
 
 @cache
 def _leaving(kind: Any) -> Any:
+    # A property of the class: Transformers sets the flag on every module that has it.
     off = property(lambda self: False, lambda self, value: None)
     members = {"gradient_checkpointing": off, "hf_longctx_leaves": True}
     return _derived(kind, members, by=_leaving)

@@ -31,6 +31,7 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalize rows, in the input's dtype; with `prenorm` return also what was normalized."""
     wide = torch.promote_types(x.dtype, torch.float32)
+    # The library normalizes the sum with the residual, and hands that sum on.
     total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
     out = F.rms_norm(total, total.shape[-1:], eps=eps)
     if weight is not None:
@@ -57,6 +58,7 @@ def rms_norm_gated(
     wide = torch.promote_types(x.dtype, torch.float32)
     out = rms_norm(x.to(wide), weight, bias, eps=eps)
     assert isinstance(out, Tensor)
+    # "swish" and "silu" name one function.
     gate = g.to(wide)
     return (out * (gate.sigmoid() if activation == "sigmoid" else F.silu(gate))).to(x.dtype)
 
@@ -168,6 +170,7 @@ def replace_kernels(layer: nn.Module) -> None:
     for (module, name), plain in _KERNELS.items():
         _replace(module, name, partial(_by_device, plain=plain.function), plain.parameters)
     _replace(*_HEAD, _with_targets, _HEAD_PARAMETERS)
+    # Layers keep their activations in attributes, where replacing the module's has no effect.
     activations = sys.modules["fla.modules.activations"]
     for part in ("gate_fn", "feature_map_fn"):
         for name, function in _ACTIVATIONS.items():
@@ -201,6 +204,7 @@ def _by_device(original: Function, *, plain: Function) -> Function:
     """Run the original if the first tensor is on a GPU, else PyTorch's."""
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
+        # At each call: a model may move to another device after it was prepared.
         first = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         return (plain if first.device.type == "cpu" else original)(*args, **kwargs)
 

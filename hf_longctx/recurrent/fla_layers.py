@@ -43,6 +43,7 @@ def short_convolution(
     layer.validate_unset(
         residual=residual, mask=mask, cache=cache, output_final_state=output_final_state
     )
+    # The weights of a depthwise convolution are [C, 1, W].
     return convolve(layer, own, x, own.weight.squeeze(1), own.bias, own.activation), None
 
 
@@ -77,6 +78,8 @@ def rotary(
     """Stand in for `RotaryEmbedding.forward`, at each token's position in its document."""
     layer.validate_unset(scale=own.scale, interleaved=own.interleaved)
     layer.begin(ROTARY, q.flatten(0, 1))
+    # Offsets in the arguments are not used: the batch knows where documents begin, also when
+    # that was on an earlier rank.
     positions = torch.from_numpy(layer.batch.layout.positions(layer.batch.rank)).to(q.device)
     length = int(positions.max()) + 1 if len(positions) else 0
     # The library's own tables, so that angles are those of its kernel to the last bit.
@@ -158,6 +161,8 @@ def gated_delta_rule(
     wide = torch.promote_types(q.dtype, torch.float32)
     log_decay, rate = g.to(wide), beta.to(wide)
     if use_gate_in_kernel:
+        # The library's kernel forms the gate from a raw projection; A_log is of each head, and g
+        # may be of each row of the state.
         assert A_log is not None
         shape = (g.shape[2],) + (1,) * (g.dim() - 3)
         speed = A_log.to(wide).exp().view(shape)
@@ -168,11 +173,13 @@ def gated_delta_rule(
         else:
             log_decay = lower_bound * torch.sigmoid(speed * log_decay)
     if use_beta_sigmoid_in_kernel:
+        # A rate up to 2 lets the factor on the state have negative eigenvalues.
         rate = rate.sigmoid() * (2 if allow_neg_eigval else 1)
     given = {"scale": scale, "unit_rows": use_qk_l2norm_in_kernel, "others": kwargs}
     return recur(layer, DELTA, q, k, v, log_decay, rate, **given)
 
 
+# Modules within a layer, by class: their forward is wrapped, as the layer calls them.
 _PARTS = {
     "ShortConvolution": Replacement(
         short_convolution,
@@ -225,6 +232,8 @@ def _part_forward(original: Callable[..., Any], *, ours: Callable[..., Any]) -> 
 
 
 _STATE = "scale initial_state output_final_state"
+# A layer takes its chunked or its fused recurrent kernel by the length of the rows, so both are
+# replaced.
 ADAPTERS = (
     FlaAdapter(
         models=("gla",),

@@ -82,6 +82,7 @@ def find_batch(given: Mapping[str, Any], *, always: bool = False) -> LongCtxBatc
             the rows, differ from each other, or are in a mask alone.
     """
     batch: LongCtxBatch | None = given.get(KEY)
+    # With a cache the mask also covers keys before these rows, and its form tells nothing.
     if _cached(given) is None:
         for mask in _masks(given):
             _validate_mask_documents(mask)

@@ -51,6 +51,7 @@ def run_recurrence(
     attend = partial(
         linear_attention, q_TKN, k_TKN, log_decay=log_decay, lengths=lengths, beta=beta_TH
     )
+    # The factor on the state travels too, and its size decides which schedule is fastest.
     decay = "matrix" if beta_TH is not None else "row" if log_decay.ndim == 3 else "head"
     _, heads, columns = v_THV.shape
     sizes = Sizes(State(k_TKN.shape[2], decay), heads, columns, wide.itemsize)
@@ -134,6 +135,7 @@ class _LayerExchange:
                 "channel; train with LongCtxTrainer, which binds one to each batch"
             )
         self.saved, self.training = batch.saved, module.training
+        # A layer may have several exchanges, each kept under its own step.
         self.name = getattr(module, "layer_idx", id(module)), step
         self.recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
         self.before = self.runtime.sent_bytes

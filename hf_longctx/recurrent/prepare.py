@@ -45,6 +45,7 @@ def prepare(model: Model) -> Model:
             options of flash-linear-attention that are not built, and for a module that holds no
             Transformers model.
     """
+    # Hooks outlive a pickle, wrapped forwards do not: the guard then rejects documents.
     for part in _adapt(model):
         guard_prepared(part)
     return model
@@ -56,11 +57,13 @@ def _adapt(model: nn.Module) -> list[nn.Module]:
     _validate_known(model, [layer for layer, _ in layers])
     if not layers:
         return []
+    # Before any function is replaced, so that a rejected model leaves the library as it was.
     validate_rules((FLA_RULE,), _base(model).config)
     for layer, adapter in layers:
         home = adapter.home(layer)
         assert home is not None
         adapter.adapt(layer, home)
+        # Zamba2 has decoder layers within decoder layers.
         block, *inner = _blocks_of(layer, model)
         if adapter.drops_kwargs:
             carry_batch(block)
@@ -89,6 +92,7 @@ def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, Adapter]]:
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
     """Prepare a model for a while; afterwards its forwards and classes are what they were."""
+    # A module has a forward of its own only if somebody wrapped it.
     before = {m: (type(m), m.__dict__.get("forward")) for m in model.modules()}
     _adapt(model)
     try:

@@ -24,6 +24,7 @@ from .adapter import Adapter, Replacement
 from .context import ActiveLayer
 from .packed_layer import run_convolution, run_recurrence
 
+# The steps of a layer, as errors name them.
 CONV = "convolution"
 DELTA = "gated delta rule"
 LIGHTNING = "lightning attention"
@@ -43,6 +44,7 @@ def convolve(
     """
     x_TC = x.flatten(0, 1)
     layer.begin(CONV, x_TC)
+    # Under autocast the rows may be narrower than the weights.
     out = run_convolution(layer.batch, own, x_TC.to(weight.dtype), weight, bias)
     if activation is not None:
         out = ACT2FN[activation](out)
@@ -79,6 +81,7 @@ def recur(
     states = ("initial_state", "output_final_state")
     layer.validate_unset(**{name: others.get(name) for name in states})
     wide = torch.promote_types(q.dtype, torch.float32)
+    # A state sums over a whole document: float32 at least. Rows of a batch become one run.
     q_TKN, k_TKN, v_THV, decay = (x.flatten(0, 1).to(wide) for x in (q, k, v, log_decay))
     layer.begin(step, q_TKN)
     if unit_rows:
@@ -135,10 +138,12 @@ def lightning_forward(
     layer.validate_unset(attention_mask=attention_mask, cache=cache)
     own: Any = layer.module
     qkv = own.act_fn(own.qkv_proj(hidden_states))
+    # Query, key and value of a head are neighbours in the projection.
     qkv_THD = qkv.flatten(0, 1).unflatten(-1, (own.num_attention_heads, 3 * own.head_dim))
     layer.begin(LIGHTNING, qkv_THD)
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = qkv_THD.to(wide).split(own.head_dim, dim=-1)
+    # The slope of a head is fixed, so every token decays alike.
     log_decay_TH = -own.slope_rate.to(wide).flatten().expand(len(q), -1)
     out = run_recurrence(LIGHTNING, layer.batch, own, q, k, v, log_decay_TH)
     out = own.norm(out.flatten(1).to(qkv.dtype).unflatten(0, hidden_states.shape[:2]))
@@ -183,6 +188,7 @@ def chunk_scan(
     x, time, keys, queries = (t.flatten(0, 1).to(wide) for t in (hidden_states, dt, B, C))
     layer.begin(SCAN, x)
     time = _time_steps(time, dt_bias, use_softplus=dt_softplus).clamp(*dt_limit)
+    # A token moves time by dt: it decays the state by exp(dt A) and writes dt x.
     values, log_decay = x * time[..., None], time * A.to(wide)
     out = run_recurrence(SCAN, layer.batch, layer.module, queries, keys, values, log_decay)
     if D is not None:
@@ -222,11 +228,13 @@ def selective_scan(
     """
     layer.validate_unset(return_last_state=return_last_state)
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    # Arrays come by channel, and ours go by token.
     given = (hidden_states, dt, B, C)
     x, time, keys, queries = (t.transpose(1, 2).flatten(0, 1).to(wide) for t in given)
     layer.begin(SCAN, x)
     time = _time_steps(time, delta_bias, use_softplus=delta_softplus)
     values, log_decay = (x * time)[..., None], time[..., None] * A.to(wide)
+    # All channels share one head of queries and keys.
     shared = queries[:, None], keys[:, None]
     out = run_recurrence(SCAN, layer.batch, layer.module, *shared, values, log_decay)[..., 0]
     if D is not None:
@@ -246,6 +254,7 @@ def declined(layer: ActiveLayer, *args: Any, **kwargs: Any) -> None:
     """Stand in for a fused kernel as if it were not installed: the layer then runs step by step."""
 
 
+# Parameter lists are those of the known version: a library that changes one is noticed at once.
 _CONV = {
     "causal_conv1d_fn": Replacement(causal_conv1d, "hidden_states weight bias activation kwargs")
 }

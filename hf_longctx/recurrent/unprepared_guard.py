@@ -33,6 +33,7 @@ def guard_by_name() -> None:
     Importing `hf_longctx` does this; a second time changes nothing. If Transformers asks models for
     their names in another way than in the version that is known, a warning says so.
     """
+    # A private method: without it there is no place where every model passes by.
     place = f"{PreTrainedModel.__module__}.{_NAME_HOOK}"
     try:
         replace_function(PreTrainedModel, _NAME_HOOK, _guard_after, place=place, known=_PARAMETERS)
@@ -98,6 +99,7 @@ def validate_still_prepared(
 
 def _would_leak(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a forward is given packed documents that it would not look for."""
+    # A wrapped forward reads the documents itself.
     if is_wrapped(model):
         return False
     names = inspect.signature(model.forward).parameters

@@ -26,6 +26,7 @@ from .thread_state import ThreadState
 from .wrapping import wrap_forward
 
 logger = logging.getLogger(__name__)
+# Arguments with a row per token, in their second axis; all others go to both halves.
 _BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
 
 
@@ -73,6 +74,7 @@ class PingPong:
         Raises:
             Whatever a half raises. The other half is then ended where it stands.
         """
+        # Drawn before the capture: the first half goes on in the same stream of numbers.
         seed = int(torch.randint(2**62, ()))
         base = ThreadState.capture()
         states = [base, replace(base, random=base.random.seeded(seed))]
@@ -123,6 +125,7 @@ def _pingpong_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         parts = batch.parts
         given = _split(parts, kwargs)
+        # Attention finds the switch on the part of the batch that it is given.
         pingpong = PingPong(*(partial(original, self, *args, **each) for each in given))
         for part in parts:
             part.turn = pingpong.switch
@@ -172,6 +175,7 @@ def _join(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
     if not isinstance(outputs[0], Mapping):  # return_dict=False
         raise _cannot_join("all", outputs[0])
     for name in outputs[0]:
+        # A half's loss is already divided by the targets of the whole batch.
         values = [output[name] for output in outputs]
         if name == "loss":
             joined[name] = values[0] + values[1]

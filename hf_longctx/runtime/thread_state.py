@@ -52,6 +52,7 @@ class RandomState:
     def seeded(self, seed: int) -> "RandomState":
         """Return this state with PyTorch's generators seeded anew."""
         cpu = torch.Generator().manual_seed(seed).get_state()
+        # Generators of their own give the state without touching the global ones.
         cuda = self.cuda
         if cuda is not None:
             cuda = torch.Generator("cuda").manual_seed(seed).get_state()
@@ -62,6 +63,7 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
+        # Python's and NumPy's are captured together or not at all.
         if self.python is not None:
             random.setstate(self.python)
             np.random.set_state(self.numpy)
@@ -95,6 +97,7 @@ class ThreadState:
 
     def restore(self) -> None:
         """Make this the thread's state."""
+        # The whole stack: checkpointing in one half must not see the other half's tensors.
         _swap_hooks(self.hooks)
         torch.set_grad_enabled(self.grad)
         for device, (enabled, dtype) in zip(_DEVICES, self.autocast, strict=True):

@@ -47,6 +47,7 @@ def wrap_forward(
     """
     if hasattr(module.forward, mark):
         return
+    # Bound methods alone: what is no method may have captured its module or other arguments.
     original = getattr(module.forward, "__func__", None)
     if original is None:
         raise ValueError(

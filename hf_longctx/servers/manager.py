@@ -27,7 +27,7 @@ from ..data.batch import LongCtxBatch
 from ..planning.layouts.cost import LayerKind
 from ..planning.program.counts import Widths, peak_bytes
 from ..runtime.executor import Runtime
-from ..runtime.requests import Caller
+from ..runtime.requests import RequestSender
 from .handshake import Refused, receive, send
 from .rendezvous import (
     STEP_SECONDS,
@@ -136,7 +136,7 @@ class Server:
         bridge (`Bridge`): To it.
         spawned (`int`): Its number among those that were started; -1 for one that joined.
         waiting (`Waiting`, *optional*): The first trainer's connection to it.
-        caller (`Caller`, *optional*): The first trainer's.
+        sender (`RequestSender`, *optional*): The first trainer's.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Server:
     bridge: Bridge
     spawned: int
     waiting: Waiting | None
-    caller: Caller | None
+    sender: RequestSender | None
 
 
 class Servers:
@@ -304,8 +304,8 @@ class Servers:
                 waiting.send_away()
             return
         bridge, visitor = found
-        caller = Caller(bridge, ranks=self.ranks) if self.rank == 0 else None
-        server = Server(visitor.name, visitor.speed, bridge, visitor.spawned, waiting, caller)
+        sender = RequestSender(bridge, ranks=self.ranks) if self.rank == 0 else None
+        server = Server(visitor.name, visitor.speed, bridge, visitor.spawned, waiting, sender)
         self._roster.append(server)
         self._connect()
 
@@ -316,7 +316,7 @@ class Servers:
         if before is not None:
             channel.sent.update(before.sent)
         self.runtime.channel = channel
-        self.runtime.callers = tuple(s.caller for s in self._roster if s.caller is not None)
+        self.runtime.senders = tuple(s.sender for s in self._roster if s.sender is not None)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Give servers up: what they still do is of no use, and they are to end."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..comm.channels import Channel, ExchangeError
 from ..runtime.executor import Account, Execution, drive
-from ..runtime.requests import Hearer
+from ..runtime.requests import RequestReceiver
 from .handshake import Refused, receive, send
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class Served:
 
 def serve(bridge: Channel, served: Served) -> None:
     """Answer requests until the trainers are gone. Raises `ExchangeError` then."""
-    hearer = Hearer(bridge)
+    receiver = RequestReceiver(bridge)
     while True:
-        request, program = hearer.hear()
+        request, program = receiver.receive()
         run = Execution(
             program,
             widths=request.widths,
