@@ -130,13 +130,11 @@ def delta_rule(
     v: Tensor,
     beta: Tensor,
     scale: float | None = None,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Run DeltaNet: the delta rule without a decay."""
-    given = {"scale": scale, "unit_rows": use_qk_l2norm_in_kernel, "others": kwargs}
-    return recur(layer, DELTA, q, k, v, torch.zeros_like(beta), beta, **given)
+    no_decay = torch.zeros_like(beta)
+    return recur(layer, DELTA, q, k, v, no_decay, beta, scale=scale, others=kwargs)
 
 
 def gated_delta_rule(
@@ -148,7 +146,6 @@ def gated_delta_rule(
     beta: Tensor,
     scale: float | None = None,
     *,
-    use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -175,8 +172,7 @@ def gated_delta_rule(
     if use_beta_sigmoid_in_kernel:
         # A rate up to 2 lets the factor on the state have negative eigenvalues.
         rate = rate.sigmoid() * (2 if allow_neg_eigval else 1)
-    given = {"scale": scale, "unit_rows": use_qk_l2norm_in_kernel, "others": kwargs}
-    return recur(layer, DELTA, q, k, v, log_decay, rate, **given)
+    return recur(layer, DELTA, q, k, v, log_decay, rate, scale=scale, others=kwargs)
 
 
 # Modules within a layer, by class: their forward is wrapped, as the layer calls them.

@@ -61,7 +61,6 @@ def recur(
     beta: Tensor | None = None,
     *,
     scale: float | None = None,
-    unit_rows: bool = False,
     others: Mapping[str, Any],
 ) -> tuple[Tensor, None]:
     """Run a recurrence per document: `[B, S, H, V]` in the query's dtype, and no state.
@@ -74,9 +73,9 @@ def recur(
         log_decay (`Tensor`): `[B, S, H]`, or `[B, S, H, N]` for one per row of the state.
         beta (`Tensor`, *optional*): `[B, S, H]`, the delta rule's rate; `None` for no delta rule.
         scale (`float`, *optional*, defaults to `N ** -0.5`): Factor on the queries.
-        unit_rows (`bool`, *optional*, defaults to `False`): Scale queries and keys to length 1.
-        others (`Mapping`): The original's other arguments. `initial_state` and
-            `output_final_state` must not be set; the rest does not change the original's result.
+        others (`Mapping`): The original's other arguments. `use_qk_l2norm_in_kernel` scales queries
+            and keys to length 1; `initial_state` and `output_final_state` must not be set; the rest
+            does not change the original's result.
     """
     states = ("initial_state", "output_final_state")
     layer.validate_unset(**{name: others.get(name) for name in states})
@@ -84,7 +83,7 @@ def recur(
     # A state sums over a whole document: float32 at least. Rows of a batch become one run.
     q_TKN, k_TKN, v_THV, decay = (x.flatten(0, 1).to(wide) for x in (q, k, v, log_decay))
     layer.begin(step, q_TKN)
-    if unit_rows:
+    if others.get("use_qk_l2norm_in_kernel"):
         q_TKN, k_TKN = _unit(q_TKN), _unit(k_TKN)
     q_TKN = q_TKN * (q.shape[-1] ** -0.5 if scale is None else scale)
     beta_TH = None if beta is None else beta.flatten(0, 1).to(wide)
@@ -117,13 +116,10 @@ def delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stand in for the chunked gated delta rule; `g` is the log of the decay."""
-    unit_rows = use_qk_l2norm_in_kernel
-    return recur(layer, DELTA, query, key, value, g, beta, unit_rows=unit_rows, others=kwargs)
+    return recur(layer, DELTA, query, key, value, g, beta, others=kwargs)
 
 
 def lightning_forward(
