@@ -1,4 +1,4 @@
-"""Two halves in turns: the thread's state stays with each, and a model computes what it would."""
+"""Test that the halves of a ping-pong keep their thread state, and compute what one forward does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recurrent layers cannot do exactly -> a refusal that names it, never a wrong number."""
+"""Test that recurrent layers reject by name what they cannot compute exactly."""
 
 from __future__ import annotations
 
