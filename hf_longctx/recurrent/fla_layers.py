@@ -70,10 +70,7 @@ def rotary(
     own: Any,
     q: Tensor,
     k: Tensor,
-    seqlen_offset: int = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    chunk_indices: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Stand in for `RotaryEmbedding.forward`, at each token's position in its document."""
     layer.validate_unset(scale=own.scale, interleaved=own.interleaved)
