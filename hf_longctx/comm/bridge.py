@@ -39,6 +39,7 @@ class _BridgeExchange:
                 return
         except ExchangeError as error:
             self.channel.lose(self.number, error)
+        # Results of a lost server must not look like numbers, whatever the buffer held before.
         for _, data in self.recvs:
             data.fill_(_NAN)
 
@@ -87,7 +88,7 @@ class BridgedChannel:
                 parts.append(self._post_to_server(number, *there, what=what))
         for peer, data in sends:
             if peer < self.ranks or peer - self.ranks not in self.lost:
-                self.sent[peer] += data.numel()
+                self.sent[peer] += data.numel()  # what a lost server was to get never left
         return JoinedExchange(parts)
 
     def _post_to_server(

@@ -164,13 +164,15 @@ class GlooChannel:
         self._numbers: Counter[tuple[str, int]] = Counter()
 
     def _tag(self, way: str, peer: int) -> int:
-        """Number the messages that go one way; gloo matches a send with a receive by this tag."""
+        """Return the number of the next message to or from a peer."""
+        # gloo matches a send with the receive of the same tag, whatever was posted between them.
         self._numbers[way, peer] += 1
         return self._numbers[way, peer] % 2**30
 
     def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
-        """Start an exchange; receives are posted before any send: a gloo send waits for its own."""
+        """Start an exchange; see `Channel.post`."""
         works: list[tuple[int, dist.Work]] = []
+        # Receives first: a gloo send waits until the peer has posted its receive.
         try:
             for peer, data in recvs:
                 tag = self._tag("from", peer)
@@ -194,7 +196,8 @@ class GlooChannel:
         return _GlooReserved(self, [(peer, self._tag("to", peer)) for peer, _ in sizes], what)
 
     def close(self) -> None:
-        """Destroy the groups, so that their threads end before the interpreter does."""
+        """Destroy the groups."""
+        # Their threads must end before the interpreter does.
         for channel in self.more:
             channel.close()
         if dist.is_initialized():  # else the groups were destroyed already, all at once
@@ -216,9 +219,10 @@ class GlooChannel:
 def over_groups(groups: Sequence[dist.ProcessGroup], *, timeout: float) -> GlooChannel:
     """Return the channel over the first group, with one more over each of the others.
 
-    All ranks must give the groups in the same order. Each channel is used once here, since gloo
-    connects at the first use, which must not happen within a step.
+    All ranks must give the groups in the same order.
     """
+    # Each channel is used once here: gloo connects at the first use, and within a step that would
+    # count as the time of an exchange.
     first, *more = (GlooChannel(group, timeout=timeout) for group in groups)
     first.more = tuple(more)
     for number, channel in enumerate(more, start=1):
@@ -315,7 +319,8 @@ class ThreadChannel:
         return self.number, source, target, self._numbers[source, target]
 
     def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
-        """Leave copies of the messages in the hub, since the sender may change its own at once."""
+        """Leave the messages in the hub; see `Channel.post`."""
+        # Copies: unlike a process, a thread could change a message before its peer has read it.
         due = [(self._key(peer, self.rank), buffer) for peer, buffer in recvs]
         for peer, data in sends:
             self.sent[peer] += data.numel()

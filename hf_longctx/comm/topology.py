@@ -297,6 +297,7 @@ def probe(channel: Channel, levels: Levels) -> tuple[LinkRate, ...]:
         small = (_rate(channel, pair, 1, what=f"hops of level {level}") for _ in range(_HOPS))
         found.append(max(small))
     everyone = gather(channel, torch.tensor(found, dtype=torch.float64), ranks=levels.ranks)
+    # A step waits for its slowest rank, and all ranks must plan with the same numbers.
     slowest = everyone.min(dim=0).values.reshape(-1, 4).tolist()
     return tuple(
         LinkRate(together=together, alone=alone, hop=1 / small)

@@ -298,6 +298,6 @@ def entering_grad(total: Tensor, grid: ChunkGrid, shape: torch.Size | None) -> T
         grid (`ChunkGrid`): Of the chunks.
         shape (`torch.Size`, *optional*): Of that state; `None` if there was none.
     """
-    if shape is None:
+    if shape is None:  # autograd wants None for an argument that was None
         return None
     return total[grid.first] if grid.first.stop else total.new_zeros(shape)  # the segment is empty

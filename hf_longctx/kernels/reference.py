@@ -171,7 +171,7 @@ def causal_conv(
     Arguments as in `kernels.conv.causal_conv`.
     """
     taps = weight_CW.shape[1]
-    outs, start = [x_TC[:0]], 0
+    outs, start = [x_TC[:0]], 0  # torch.cat needs one tensor, also without tokens
     for i, n in enumerate(lengths):
         before = x_TC.new_zeros(taps - 1, x_TC.shape[1])
         # Only the first segment can have begun on an earlier rank.

@@ -69,6 +69,7 @@ class FlashKernel:
     ) -> Gradients:
         """Return the gradients from the final out and lse of each row; last axes may be padded."""
         rows = _one_size(grad_out, query, key, value, out)
+        # With the final out and lse of a row, a tile's weights are those of the whole row.
         found: Gradients = _backward(*rows, lse, 0.0, self.causal, **self._options())
         return found
 
@@ -193,6 +194,7 @@ def attend(call: KernelCall, *, q: Fields, kv: Fields, into: Fields, scoring: Sc
     rows, keys, target = (call.rows[role] for role in ("q", "kv", "into"))
     query, key, value = rows.read(q["q"]), keys.read(kv["k"]), keys.read(kv["v"])
     out, lse = scoring.kernel(call, query).forward(query, key, value)
+    # Merged in lse's dtype: the array of outputs may be narrower.
     if call.merges:
         wide = into["lse"].dtype
         before = target.read(into["out"]).to(wide), target.read(into["lse"])[..., 0]

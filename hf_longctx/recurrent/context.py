@@ -117,7 +117,7 @@ def activate_model(
 
 @contextmanager
 def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
+    token = variable.set(value)  # models nest, so the value before comes back afterwards
     try:
         yield
     finally:
@@ -139,6 +139,7 @@ def carry_batch(block: nn.Module) -> None:
 def _carrying(kind: Any) -> Any:
     # Checkpointing happens in __call__: what is added there is an argument of the recompute, too.
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # In a recompute it is there already, as an argument that checkpointing kept.
         if kwargs.get(KEY) is None:
             kwargs[KEY] = batch_of_model()
         return super(derived, self).__call__(*args, **kwargs)
@@ -156,11 +157,10 @@ def _carrying(kind: Any) -> Any:
 def disable_recompute(block: nn.Module) -> None:
     """Leave the recompute of a decoder layer to the decoder layer that it lies in, as in Zamba2.
 
-    Each of them would recompute the recurrent layer, whose states are kept for one recompute.
-
     Args:
         block (`nn.Module`): Its class is replaced by a derived one of the same name.
     """
+    # Each of the two would recompute the recurrent layer, whose states are kept for one recompute.
     kind: Any = type(block)
     if not hasattr(kind, "hf_longctx_leaves"):
         block.__class__ = _leaving(kind)
@@ -175,11 +175,9 @@ def _leaving(kind: Any) -> Any:
 
 
 def _derived(kind: Any, members: dict[str, Any], *, by: Callable[[Any], Any]) -> Any:
-    """Derive a class of the same name; its instances pickle by `by` and the original class.
+    """Derive a class of the same name; its instances pickle by `by` and the original class."""
 
-    Pickle finds classes by name, and by that name it would find the original.
-    """
-
+    # Pickle finds a class by its name, and by this name it would find the original.
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         return _new, (by, kind), vars(self)
 

@@ -38,6 +38,7 @@ def rms_norm(
         out = out * weight
     if bias is not None:
         out = out + bias
+    # The sum goes on to the next block, in the dtype in which the library keeps it.
     kept = wide if residual_in_fp32 else x.dtype
     return (out.to(x.dtype), total.to(kept)) if prenorm else out.to(x.dtype)
 
@@ -80,7 +81,7 @@ def cross_entropy(self: Any, input: Tensor, target: Tensor) -> Tensor:
     Raises:
         ValueError: if it has options that the models do not set.
     """
-    _validate_options(vars(self))
+    _validate_options(vars(self))  # the criterion keeps its options as attributes
     return _token_loss(input, target, self.ignore_index, self.reduction)
 
 
@@ -113,6 +114,7 @@ def _validate_options(given: Mapping[str, Any]) -> None:
 
 
 def _token_loss(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    # A mean over many tokens of a large vocabulary: bf16 would have two digits of it.
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(wide), target, ignore_index=ignore_index, reduction=reduction)
 
@@ -188,11 +190,9 @@ def _replace(module: str, name: str, wrapper: Callable[[Function], Function], kn
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """The library's activation on a GPU, else PyTorch's.
+    """The library's activation on a GPU, else PyTorch's."""
 
-    A class, not a closure, so that layers that hold one still pickle.
-    """
-
+    # A class, not a closure, so that layers that hold one still pickle.
     fused: Function
     plain: Function
 

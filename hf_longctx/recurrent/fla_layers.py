@@ -198,6 +198,7 @@ class FlaAdapter(Adapter):
 
     def adapt(self, module: nn.Module, home: ModuleType) -> None:
         """Make one layer run our functions, and PyTorch's for the rest of it on a CPU."""
+        # Our functions first: nothing is replaced in a library whose parameters are unknown.
         Adapter.adapt(self, module, home)  # slots: super() without arguments finds another class
         replace_kernels(module)
         for child in module.children():
@@ -209,6 +210,7 @@ class FlaAdapter(Adapter):
 
     def expected(self, module: nn.Module) -> tuple[str, ...]:
         """Return what one forward of the module must call; the convolutions are an option."""
+        # use_short_conv=False leaves out all of a layer's convolutions.
         return tuple(s for s in self.steps if s != CONV or getattr(module, "use_short_conv", False))
 
 

@@ -211,6 +211,7 @@ def _documents(given: Mapping[str, Any]) -> tuple[int, ...] | None:
     if given.get("input_ids") is None and given.get("inputs_embeds") is None:
         return None  # the model says so itself
     batch, rows = _rows(given).shape[:2]
+    # Lengths, not positions, are compared: documents may begin at any position.
     found: dict[str, tuple[int, ...]] = {}
     for name, described in _descriptions(given).items():
         found[name] = local_documents(batch=batch, rows=rows, **described)

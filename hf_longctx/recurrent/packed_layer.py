@@ -66,6 +66,7 @@ def run_recurrence(
     summary = summarize(k_TKN[last], v_THV[last], log_decay=log_decay[last], beta=rate)
     exchange = _LayerExchange(batch, module, step, program)
     scan = begin_scan(summary, call=exchange.call)
+    # Only a segment that does not begin its document has a state that enters it.
     continued = lengths[0] if first.start else 0
     if beta_TH is not None and continued:
         # The delta rule's values depend on the entering state, so nothing overlaps with the scan.

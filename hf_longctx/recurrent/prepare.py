@@ -69,6 +69,7 @@ def _adapt(model: nn.Module) -> list[nn.Module]:
             carry_batch(block)
         for each in inner:
             disable_recompute(each)
+    # By identity: modules compare by it, but a list of them would be searched for each.
     ids = {id(layer) for layer, _ in layers}
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     # Also models within: a loss of the user's own may call the model without its head.

@@ -183,6 +183,7 @@ def chunk_scan(
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     x, time, keys, queries = (t.flatten(0, 1).to(wide) for t in (hidden_states, dt, B, C))
     layer.begin(SCAN, x)
+    # In the order of the original: bias, softplus, limits.
     time = _time_steps(time, dt_bias, use_softplus=dt_softplus).clamp(*dt_limit)
     # A token moves time by dt: it decays the state by exp(dt A) and writes dt x.
     values, log_decay = x * time[..., None], time * A.to(wide)
@@ -265,6 +266,7 @@ _GATED_DELTA = Adapter(
     functions=_CONV | {"torch_chunk_gated_delta_rule": _DELTA},
     steps=(CONV, DELTA),
 )
+# Its recurrence is no function of its own that could be replaced, so the whole forward is.
 _LIGHTNING = Adapter(
     models=("minimax",),
     layer="LightningAttention",
@@ -306,6 +308,7 @@ _SELECTIVE = Adapter(
     steps=(CONV, SCAN),
     drops_kwargs=True,
 )
+# A kernel for the whole mixer, convolution and scan, which would not see documents.
 _FUSED = {
     "mamba_inner_fn": Replacement(
         declined,

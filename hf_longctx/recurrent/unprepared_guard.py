@@ -38,6 +38,7 @@ def guard_by_name() -> None:
     try:
         replace_function(PreTrainedModel, _NAME_HOOK, _guard_after, place=place, known=_PARAMETERS)
     except ValueError as error:
+        # Only a warning: importing hf_longctx must not fail for models that never need this.
         logger.warning(
             "models without softmax layers do not refuse packed documents before they are "
             "prepared: %s",
@@ -64,6 +65,7 @@ def guard(model: nn.Module) -> None:
 
 def guard_prepared(model: nn.Module) -> None:
     """Make a prepared model reject packed documents, under any name, once it is so no longer."""
+    # Hooks are compared by identity, so these two are module functions and not closures.
     if not _hook_numbers(model, validate_still_prepared):
         model.register_forward_pre_hook(validate_still_prepared, with_kwargs=True)
 

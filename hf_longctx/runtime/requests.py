@@ -50,6 +50,7 @@ class Request:
     def header(self, digest: int, length: int) -> Tensor:
         """Encode the request for program `digest`, of which `length` bytes follow; uint8."""
         w, s = self.widths, self.scoring
+        # Numbers of fixed size, and nothing pickled: what arrives is never run.
         packed = _HEADER.pack(
             digest, length, self.backward, _DTYPES.index(self.dtype),
             w.heads, w.kv_heads, w.head_dim, w.value_dim, w.state,

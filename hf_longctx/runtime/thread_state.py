@@ -44,7 +44,7 @@ class RandomState:
         """
         # is_initialized, not is_available: asking for the state would start CUDA.
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        cpu = torch.get_rng_state()
+        cpu = torch.get_rng_state()  # a copy, as all of these are
         if torch_only:
             return cls(cpu, cuda)
         return cls(cpu, cuda, random.getstate(), np.random.get_state())

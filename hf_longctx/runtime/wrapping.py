@@ -60,5 +60,6 @@ def wrap_forward(
 
 def is_wrapped(module: nn.Module) -> bool:
     """Return whether a forward carries `ORIGINAL`, also below the wrappers of other libraries."""
+    # Accelerate wraps forwards for mixed precision; what lies below still runs.
     found = inspect.unwrap(module.forward, stop=lambda f: hasattr(f, ORIGINAL))
     return hasattr(found, ORIGINAL)
