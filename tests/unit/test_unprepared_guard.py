@@ -139,23 +139,6 @@ def test_a_pickled_model_refuses_documents_until_it_is_prepared_again(family):
     assert torch.equal(logits(copy.deepcopy(loaded), **DOCUMENTS), right)
 
 
-def refused(context: Any, *, file: str) -> str:
-    """A rank's job: what a process that has prepared nothing makes of a model that was."""
-    model = torch.load(file, weights_only=False)
-    try:
-        model(**DOCUMENTS)
-    except ValueError as error:
-        return f"{error} {bool(logits(hf_longctx.prepare(model), **DOCUMENTS).isfinite().all())}"
-    return "nothing was refused"
-
-
-@pytest.mark.parametrize("family", ["jamba", "mamba2"])
-def test_a_model_saved_whole_refuses_documents_in_another_process(family, tmp_path, rank_pool):
-    torch.save(hf_longctx.prepare(tiny("eager", family=family)), tmp_path / "whole.pt")
-    (found,) = rank_pool.run(refused, ranks=1, file=str(tmp_path / "whole.pt"))
-    assert re.search(f"{NO_LONGER} True$", found)
-
-
 def test_a_model_under_mixed_precision_is_still_prepared():
     """Accelerate puts its own forward over the one that looks for documents."""
     from accelerate.utils.operations import convert_outputs_to_fp32
