@@ -1,4 +1,4 @@
-"""A plan and random rows -> what R ranks compute in one process, beside the naive reference.
+"""Run plans on random rows with R ranks in one process, and compare with the naive reference.
 
 Ranks run as threads with blocking waits, or in lock step in the calling thread. Letters: T tokens,
 H query heads, K key/value heads, D head size, R ranks.

@@ -1,4 +1,4 @@
-"""How a server joins a run: whom the trainers take in, what both sides say, who gives whom up."""
+"""Let servers join a run: whom trainers accept, what both sides log, and who gives whom up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker accepts every plan and rejects every mutation; bytes and peaks by hand."""
+"""Check that the checker accepts every plan and rejects every mutation; count bytes by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention hook: whole models over ranks against the naive twin, and right without ranks."""
+"""Compare the attention hook in whole models over ranks with the naive twin, and without ranks."""
 
 from __future__ import annotations
 

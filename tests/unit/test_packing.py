@@ -1,4 +1,4 @@
-"""Packing, targets and the scan of a data set: no token lost, none over budget, bad rows named."""
+"""Pack, shift targets and validate a data set: no token lost, none over budget, bad rows named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extra attention servers in plans and channels: shares by speed, and a loss that shows."""
+"""Plan for extra attention servers: tasks by speed, and a loss that shows."""
 
 from __future__ import annotations
 

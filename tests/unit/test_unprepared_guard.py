@@ -1,4 +1,4 @@
-"""Models with recurrent layers that are not prepared, or no longer, refuse packed documents."""
+"""Reject packed documents in recurrent models that are not prepared, or no longer."""
 
 from __future__ import annotations
 
