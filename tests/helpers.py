@@ -30,7 +30,8 @@ from hf_longctx.kernels.reference import attention
 from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, cut
-from hf_longctx.planning.planners.plan import ALGORITHMS, OVERLAPS, Plan, make_plan
+from hf_longctx.planning.planners.options import ALGORITHMS, OVERLAPS, PlanOptions
+from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.counts import Widths
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account, Execution
@@ -81,7 +82,11 @@ def plans(draw: st.DrawFn, *, ranks: int = 5) -> Plan:
     speeds = tuple(draw(st.lists(speed, max_size=2))) if algorithm == "distca" else ()
     overlap = draw(st.sampled_from(OVERLAPS)) if algorithm == "distca" else "none"
     return make_plan(
-        algorithm, layout, kind=kind, tolerance=tolerance, speeds=speeds, overlap=overlap
+        layout,
+        kind=kind,
+        options=PlanOptions(
+            algorithm=algorithm, tolerance=tolerance, speeds=speeds, overlap=overlap
+        ),
     )
 
 

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.layouts.levels import Levels
-from ..planning.predict.predict import Link
+from ..planning.layouts.levels import Levels, Link
 from .channels import Channel
 
 Place = tuple[str, str, str]  # as in KINDS

@@ -142,7 +142,7 @@ class Adapter:
 
 def _count(layer: Running) -> None:
     """Count a call of a layer; a recompute may end in the middle of it, with what it was for."""
-    account = (layer.batch.runtime or Runtime()).account
+    account = (layer.batch.binding.runtime or Runtime()).account
     if torch._C._current_graph_task_id() != -1:  # inside a backward pass
         account.recomputed += 1
     else:

@@ -116,13 +116,13 @@ class _RankExchange:
     """One use of a program by a layer; what comes is kept for a recompute, which sends nothing."""
 
     def __init__(self, batch: LongCtxBatch, module: nn.Module, step: str, program: Program) -> None:
-        self.runtime: Runtime = batch.runtime or Runtime()
+        self.runtime: Runtime = batch.binding.runtime or Runtime()
         if self.runtime.channel is None:
             raise ValueError(
                 f"a batch cut over {batch.layout.ranks} ranks reached a recurrent layer without a "
                 "channel; train with LongCtxTrainer, which binds one to each batch"
             )
-        self.saved, self.training = batch.saved, module.training
+        self.saved, self.training = batch.binding.saved, module.training
         self.name = getattr(module, "layer_idx", id(module)), step
         self.recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
         self.before = self.runtime.sent_bytes

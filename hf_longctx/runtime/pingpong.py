@@ -179,12 +179,12 @@ def run_in_halves(model: nn.Module) -> None:
         given = _split(parts, kwargs)
         turns = Turns(*(partial(inner, self, *args, **each) for each in given))
         for part in parts:
-            part.turn = turns.turn
+            part.binding.turn = turns.turn
         try:
             return _join(turns.run(), [part.layout.rows(part.rank) for part in parts])
         finally:
             for part in parts:
-                part.turn = None
+                part.binding.turn = None
 
     model.forward = MethodType(forward, model)
 

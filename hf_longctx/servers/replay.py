@@ -76,7 +76,9 @@ class _AccumulationWindow:
             setattr(trainer, name, value)
         for inputs, _, _ in self.steps:
             for part in inputs[KEY].parts:
-                part.saved = SavedAttention()  # its results were computed with the lost server
+                part.binding.saved = (
+                    SavedAttention()
+                )  # its results were computed with the lost server
 
 
 @dataclass(frozen=True, slots=True)

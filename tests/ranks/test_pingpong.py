@@ -25,6 +25,7 @@ from hf_longctx.comm.channels import Hub, Payload, ThreadChannel
 from hf_longctx.data.batch import KEY
 from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.data.packing import Piece
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.runtime.executor import Runtime
 from hf_longctx.runtime.pingpong import Turns, _join, run_in_halves
 from hf_longctx.support import validate_pingpong
@@ -225,11 +226,15 @@ def halved_inputs(
     """One rank of two, with all rows in one batch that has halves."""
     pack = tuple(Piece(document=d, start=0, stop=len(r["input_ids"])) for d, r in enumerate(rows))
     collator = LongCtxCollator(
-        rank=rank, ranks=2, layout=layout, tolerance=0.0, budget=0, halves=True
+        rank=rank,
+        ranks=2,
+        options=PlanOptions(layout=layout, tolerance=0.0),
+        budget=0,
+        halves=True,
     )
     inputs = collator([(pack, rows)])
     assert len(inputs[KEY].halves) == 2
-    inputs[KEY].runtime = runtime
+    inputs[KEY].bind(runtime)
     return inputs
 
 

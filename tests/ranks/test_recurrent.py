@@ -26,7 +26,7 @@ from tiny import alone, documents, positions, run_ranks, tiny, twin
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from hf_longctx import prepare
-from hf_longctx.attention.spec import layer_kinds
+from hf_longctx.attention.spec import layer_specs
 from hf_longctx.recurrent import packed_layer
 from hf_longctx.recurrent.prepare import prepared, recurrent_layers
 from hf_longctx.verify.twins import REFERENCE, precision
@@ -43,7 +43,7 @@ def test_b42_b48_outputs_and_gradients_equal_documents_alone(family, reentrant):
     found = run_ranks(model, BATCHES, ranks=1, layout="contiguous", checkpointing=checkpointing)
     assert found.error(twin(BATCHES, family=family)) <= EXACT
     account = found.runtimes[0].account
-    layers = len(layer_kinds(model.config)) + len(recurrent_layers(model))
+    layers = len(layer_specs(model.config)) + len(recurrent_layers(model))
     assert account.calls == len(BATCHES) * layers
     assert account.recomputed == (0 if reentrant is None else account.calls)
 

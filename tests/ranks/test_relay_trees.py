@@ -23,6 +23,7 @@ from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.intervals import intersect
 from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, Placed, cut
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.checker import check, lock_step
 from hf_longctx.planning.program.counts import (
@@ -105,7 +106,7 @@ def ways_over(levels: Levels, *, pieces: int = 2, window: int = 4) -> Ways:
 def relay_plan(lengths: Sequence[int], *, layout: str, ways: Ways, kind: LayerKind) -> Plan:
     """The plan in which chunks go these ways."""
     held = cut(lengths, ranks=len(ways.trees), layout=layout)
-    base = make_plan("ring", held, kind=kind)
+    base = make_plan(held, kind=kind, options=PlanOptions(algorithm="ring"))
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     programs = tuple(_Rank(held, r, kind, ways).build() for r in range(held.ranks))
     return Made(**fields, programs=programs)
@@ -347,7 +348,7 @@ def replace_by_ring(plan: Plan) -> Plan:
     """A plan without relays on the same layout."""
     from hf_longctx.planning.planners.plan import make_plan
 
-    return make_plan("ring", plan.layout, kind=plan.kind)
+    return make_plan(plan.layout, kind=plan.kind, options=PlanOptions(algorithm="ring"))
 
 
 # Errors

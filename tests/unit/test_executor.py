@@ -34,6 +34,7 @@ from hf_longctx.comm.arrivals import Exchange
 from hf_longctx.comm.channels import Channel, ExchangeError, Hub, Payload, ThreadChannel
 from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.counts import peak_bytes, sent_in_layer
 from hf_longctx.planning.program.operations import Post
@@ -57,7 +58,9 @@ def planned(
     causal: bool = True,
 ) -> Plan:
     held = cut(lengths, ranks=ranks, layout=layout)
-    return make_plan(algorithm, held, kind=rows.kind(window=window, causal=causal))
+    return make_plan(
+        held, kind=rows.kind(window=window, causal=causal), options=PlanOptions(algorithm=algorithm)
+    )
 
 
 @every_algorithm
