@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.documents import restarts
+
 
 def local_documents(
     *, batch: int, rows: int, position_ids: Tensor | None, **kwargs: Any
@@ -41,7 +43,7 @@ def local_documents(
         )
     positions = position_ids.expand(batch, rows)
     starts = torch.ones(batch, rows, dtype=torch.bool, device=positions.device)
-    starts[:, 1:] = positions[:, 1:] - positions[:, :-1] != 1  # each row starts a document
+    starts[:, 1:] = restarts(positions)  # each row starts a document
     first = starts.flatten().nonzero().flatten()
     end = first.new_tensor([batch * rows])
     return tuple(torch.diff(first, append=end).tolist())
@@ -81,9 +83,7 @@ def validate_padding(position_ids: Tensor | None, mask: Tensor) -> None:
         return
     itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # only padding does not see itself
     real = itself if mask.dtype == torch.bool else itself == 0
-    positions = position_ids.expand(real.shape)
-    both = real[:, 1:] & real[:, :-1]
-    if bool((both & (positions[:, 1:] - positions[:, :-1] != 1)).any()):
+    if bool(restarts(position_ids.expand(real.shape), real=real).any()):
         raise ValueError(
             "a padded batch with packed documents: position_ids restart between unpadded tokens, "
             "but a padding mask cannot carry boundaries; drop attention_mask and the padding"

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from ..comm.bridge import BridgedChannel
 from ..data.batch import KEY, LongCtxBatch
+from ..data.documents import restarts
 from ..kernels.softmax import Scoring
 from ..planning.planners.plan import Plan, local_plan
 from ..planning.program.program import Program
 from ..runtime.autograd import Layer, attend
 from ..runtime.executor import Runtime
-from ..runtime.requests import call_servers
+from ..runtime.requests import send_requests
 from ..support import recurrent_family, validate_call
 from .boundaries import local_documents, validate_padding
 from .masks import Bidirectional, SlidingWindow, dense
@@ -174,7 +175,7 @@ def _validate_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, row
     expected = torch.from_numpy(batch.layout.positions(batch.rank)).to(position_ids.device)
     given = position_ids.expand(rows, -1).flatten().to(expected.dtype)
     if batch.layout.ranks == 1:  # whole documents, each from any position on
-        given, expected = given.diff() == 1, expected.diff() == 1
+        given, expected = restarts(given), restarts(expected)
     if not torch.equal(given, expected):
         raise ValueError(
             f"position_ids are not the positions that longctx_batch gives rank {batch.rank}'s rows "
@@ -250,7 +251,7 @@ def _with_batch(
     )
     if batch.options.speeds:
         assert isinstance(runtime.channel, BridgedChannel), "servers are reached over bridges"
-        layer.call = partial(call_servers, runtime.channel, runtime.callers, bound.plan)
+        layer.call = partial(send_requests, runtime.channel, runtime.senders, bound.plan)
     if torch._C._current_graph_task_id() != -1:  # inside a backward pass: a recompute
         before = runtime.sent_bytes
         layer.saved = saved.take(name)

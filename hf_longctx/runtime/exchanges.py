@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..comm.arrivals import Arrival, Exchange, Following, Joined
-from ..comm.channels import Channel, Payload, Relaying, numbered
+from ..comm.arrivals import Arrival, Exchange, JoinedExchange, RelayedExchange
+from ..comm.channels import Channel, Payload, RelayChannel, select_channel
 from ..planning.program.operations import Block, Post
 from ..planning.program.program import Program
 
@@ -95,7 +95,7 @@ class Exchanges:
     def post(self, op: Post, *, phase: int) -> None:
         """Start an exchange without blocking; see `operations.Post`."""
         assert self.channel is not None, "a program that exchanges needs a channel"
-        channel = numbered(self.channel, op.channel)
+        channel = select_channel(self.channel, op.channel)
         what = f"exchange {op.tag} of {'backward' if self.backward else 'forward'} phase {phase}"
         what += self.of_layer
         receives: _Receives = []
@@ -109,7 +109,7 @@ class Exchanges:
         if op.tag not in self.relayed and op.after < 0:
             exchange = channel.post(_packed(sends), recvs, what=what)
         else:
-            assert isinstance(channel, Relaying), f"{type(channel).__name__} has no relays"
+            assert isinstance(channel, RelayChannel), f"{type(channel).__name__} has no relays"
             exchange = channel.post([], recvs, what=what)
             if op.tag in self.relayed:
                 # the thread that fills knows nothing of this one's inference mode
@@ -118,22 +118,22 @@ class Exchanges:
             if op.after >= 0:
                 exchange = self._relay(op.after, sends, channel, exchange, what=what)
             else:
-                exchange = Joined([channel.post(_packed(sends), [], what=what), exchange])
+                exchange = JoinedExchange([channel.post(_packed(sends), [], what=what), exchange])
         tensors = (t for _, of_message in (*sends, *receives) for t in of_message)
         self._pending[op.tag] = _Pending(exchange, receives, arrival, size(tensors))
         under_way = sum(pending.bytes for pending in self._pending.values())
         self.peak_bytes = max(self.peak_bytes, under_way)
 
     def _relay(
-        self, after: int, sends: _Sends, channel: Relaying, received: Exchange, *, what: str
+        self, after: int, sends: _Sends, channel: RelayChannel, received: Exchange, *, what: str
     ) -> Exchange:
         """Let the sends leave once the exchange that they pass on has arrived."""
         sizes = [(peer, size(tensors)) for peers, tensors in sends for peer in peers]
         # numbered now, on both sides: when it arrives must not change which message meets which
         leaving, upon = channel.reserve(sizes, what=what), self._pending[after].arrival
         assert upon is not None, after
-        upon.then(lambda: leaving.leave([data for _, data in _packed(sends)]))
-        return Following(upon, Joined([received, leaving]))
+        upon.then(lambda: leaving.send([data for _, data in _packed(sends)]))
+        return RelayedExchange(upon, JoinedExchange([received, leaving]))
 
     def _sends(self, op: Post) -> _Sends:
         """The distinct messages: what several peers get is copied once."""

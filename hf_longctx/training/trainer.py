@@ -23,7 +23,7 @@ from ..planning.layouts.levels import Levels
 from ..planning.planners.options import PlanOptions
 from ..recurrent.prepare import prepare
 from ..runtime.agreement import validate_agreement
-from ..runtime.pingpong import run_in_halves
+from ..runtime.pingpong import enable_pingpong
 from ..servers.replay import ReplayMixin
 from ..support import (
     NAMES,
@@ -165,7 +165,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         probe(self.model, name=self.longctx_attention)
         if self.args.longctx_overlap == "pingpong":
             validate_pingpong(self.longctx_attention, trainer=self)
-            run_in_halves(self.model)
+            enable_pingpong(self.model)
         self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:

@@ -24,7 +24,7 @@ from ..planning.planners.options import PlanOptions
 from ..planning.program.counts import sent_in_layer
 from ..recurrent.prepare import prepare
 from ..runtime.executor import Runtime
-from ..runtime.pingpong import run_in_halves
+from ..runtime.pingpong import enable_pingpong
 from ..servers.server_pool import ServerPool
 from ..training.measurements import BY_LINK, find_link
 from .rank_pool import RankContext
@@ -135,7 +135,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         enable({"use_reentrant": case.checkpointing == "reentrant"})
         model.enable_input_require_grads()
     if case.halves:
-        run_in_halves(model)
+        enable_pingpong(model)
     if case.name == "zeco_linear" and case.options.scan in BY_LINK and context.ranks > 1:
         link = find_link(context.channel, ranks=context.ranks)
         case = replace(case, options=replace(case.options, link=link))

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_longctx
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.planning.layouts.layout import cut
-from hf_longctx.recurrent.unprepared_guard import guard_names
+from hf_longctx.recurrent.unprepared_guard import guard_by_name
 from hf_longctx.support import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -98,7 +98,7 @@ def test_hybrids_are_watched_and_softmax_models_are_not():
 def test_registering_again_changes_nothing():
     asked = PreTrainedModel._check_and_adjust_attn_implementation
     hf_longctx.register()
-    guard_names()
+    guard_by_name()
     assert PreTrainedModel._check_and_adjust_attn_implementation is asked
     model = tiny("zeco_linear", family="mamba")
     model.set_attn_implementation("distca")
@@ -117,7 +117,7 @@ def test_a_library_that_asks_otherwise_is_told_of(missing, monkeypatch, caplog):
         monkeypatch.delattr(PreTrainedModel, name)
     else:
         monkeypatch.setattr(PreTrainedModel, name, other)
-    guard_names()
+    guard_by_name()
     assert getattr(PreTrainedModel, name, other) is other
     ((_, level, message),) = caplog.record_tuples
     found = "no such function" if missing else "self name"
