@@ -1,6 +1,6 @@
 """Two trainers with one extra server against the same two in place, with timed compute.
 
-Layer: benchmarks. Three processes do not compute at once on two cores, so kernels and linear layers
+Three processes do not compute at once on two cores, so kernels and linear layers
 sleep for the time that they were measured to take, and compute nothing; rows have their real size
 and really move. The server answers as `hf-longctx serve` does, and attends as fast as a trainer.
 Letters: t seconds of a step, the wall seconds of the best round.

@@ -17,7 +17,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def add_serve(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add the subcommand to those of `hf-longctx`."""
     serve = commands.add_parser(
         "serve",

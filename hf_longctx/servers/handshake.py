@@ -11,10 +11,10 @@ import json
 import secrets
 import socket
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..planning.program.program import FORMAT
+from ..version import VERSION
 
 MAGIC = "hf_longctx attention server"
 SPEEDS = (1e-3, 1e3)  # that a server may have beside a trainer
@@ -44,11 +44,7 @@ class Visitor:
 
 def versions() -> dict[str, object]:
     """What must be the same on both sides."""
-    try:
-        package = version("hf-longctx")
-    except PackageNotFoundError:  # imported from a folder that was never installed
-        package = "unknown"
-    return {"hf_longctx": package, "plan format": FORMAT}
+    return {"hf_longctx": VERSION, "plan format": FORMAT}
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
