@@ -28,7 +28,7 @@ from hf_longctx.runtime import executor
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account
 from hf_longctx.runtime.requests import Caller, call_servers
-from hf_longctx.servers.server_loop import Served, serve
+from hf_longctx.servers.server_loop import ServerStats, serve_requests
 from hf_longctx.verify.rank_pool import RankContext, RankPool
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def run_process(
         if context.rank == SERVER:
             requests = 2 * shape.layers * rounds if side.speeds else 0
             with suppress(ExchangeError):
-                serve(_Ending(context.channel, requests), Served())
+                serve_requests(_Ending(context.channel, requests), ServerStats())
             return []
         bridges = [context.channel for _ in side.speeds]
         channel = BridgedChannel(

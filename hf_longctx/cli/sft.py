@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgu
 
 from ..config import LongCtxTrainingArguments, validate_removed_flags
 from ..data.chat import tokenize_rows
-from ..servers.groups import find_group, servers_of_a_group
 from ..support import validate_arguments, validate_name
+from ..training.groups import find_group, servers_per_group
 from ..training.trainer import LongCtxTrainer
 
 # The other ranks wait this long before they report an error: most errors are every rank's, rank 0
@@ -293,7 +293,7 @@ def train(argv: list[str]) -> None:
     # The trainer checks the same later; tokenising the data first may take minutes.
     validate_arguments(training_arguments)
     group, name = find_group(training_arguments), model_arguments.attn_implementation
-    servers_of_a_group(training_arguments, group, name=name)
+    servers_per_group(training_arguments, group, name=name)
     logging.basicConfig(format="%(message)s")
     level = logging.INFO if training_arguments.process_index == 0 else logging.ERROR
     logging.getLogger("hf_longctx").setLevel(level)

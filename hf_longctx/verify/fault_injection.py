@@ -198,7 +198,7 @@ class _Strike(TrainerCallback):
         self.caller: Caller
         runtime = self.trainer.longctx_runtime
         self.caller, *others = runtime.callers
-        self.server = self.trainer.longctx_servers.processes[0]
+        self.server = self.trainer.longctx_servers.process_ids[0]
         runtime.callers = (self, *others)  # type: ignore[arg-type]
 
     def call(self, request: Request, program: Program) -> None:

@@ -15,8 +15,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_longctx import LongCtxArguments, LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.config import validate_removed_flags
-from hf_longctx.servers.groups import find_group
 from hf_longctx.support import NAMES, NESTED, validate_unread_flags
+from hf_longctx.training.groups import find_group
 
 SMALL = Case(lengths=(20, 9))
 
