@@ -229,7 +229,7 @@ def _layer_forward(original: Function, *, adapter: Adapter) -> Callable[..., Any
 
 def _count(layer: ActiveLayer) -> None:
     """Count a call of a layer, before it: a recompute may stop in the middle of the layer."""
-    account = (layer.batch.runtime or Runtime()).account
+    account = (layer.batch.binding.runtime or Runtime()).account
     if torch._C._current_graph_task_id() != -1:  # inside a backward pass
         account.recomputed += 1
     else:
