@@ -26,7 +26,7 @@ from ..kernels.kernel_calls import KernelCall, KernelTask, calls
 from ..kernels.softmax import Scoring, merge
 from ..planning.program.counts import Widths, heads_in, kept_heads, lifetimes
 from ..planning.program.operations import Attend, AttendGrad, Block, Fold, HeadRange, Op, Post, Wait
-from ..planning.program.program import HOME, KINDS, Field, Program
+from ..planning.program.program import KINDS, TRANSIENT, Field, Program
 from . import exchanges
 from .exchanges import Exchanges
 from .requests import Caller
@@ -211,7 +211,7 @@ class Execution:
         """An array's tensors; made at first use: gradients and states zero, partials keyless."""
         if array not in self.arrays:
             self.arrays[array] = self._allocate(array)
-            if array >= len(HOME):
+            if array >= TRANSIENT:
                 self._live += _bytes(self.arrays[array])
                 self.account.peak_bytes = max(self.account.peak_bytes, self._live)
         return self.arrays[array]
@@ -275,7 +275,7 @@ class Execution:
             self._free()
 
     def _free(self) -> None:
-        for array in [a for a in self.arrays if a >= len(HOME)]:
+        for array in [a for a in self.arrays if a >= TRANSIENT]:
             if self._last_use[array] < self._number:
                 self._live -= _bytes(self.arrays.pop(array))
 
