@@ -1,6 +1,6 @@
 """Other libraries' attention across ranks that runs on CPU over gloo, forward and backward.
 
-Layer: benchmarks. Nothing of hf_longctx runs in it. Each takes a rank's rows `[T, H, D]` of one causal
+Nothing of hf_longctx runs in it. Each takes a rank's rows `[T, H, D]` of one causal
 document, as it lays them out, and gives the output and all gradients. Letters: T rows of a rank, H
 query heads, K key/value heads, D head size, R ranks.
 """

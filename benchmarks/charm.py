@@ -1,6 +1,6 @@
-"""`hf-longctx bench charm`: what attention by levels of links gains over rings, and where not.
+"""`python -m benchmarks charm`: what attention by levels of links gains over rings, and where not.
 
-Layer: benchmarks. Eight ranks in two domains of four: `dual_numa`, whose ranks share one slow link, and
+Eight ranks in two domains of four: `dual_numa`, whose ranks share one slow link, and
 `dual_node`, with a slow link per rank; see `sweep` for their figures. Links are emulated and
 compute is timed there, while bytes are real. Beside them:
 
@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cluster_spec import ClusterSpec
-from benchmarks.common import setting
 from benchmarks.on_cluster import run_on
 from benchmarks.packed import draw_lengths
 from benchmarks.real import Compared, compare
@@ -27,6 +26,7 @@ from benchmarks.sweep import RAILS, RATIOS, TAU, UNSHAPED, Setup, machine, measu
 from benchmarks.timed import Case, Measured, Way, time_ways
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.planning.predict.predict import GAIN, choose
+from hf_longctx.verify.cost_profile import setting
 
 logger = logging.getLogger(__name__)
 CASE = Case(levels=Levels((2, 4)), lengths=(2048,), head_dim=64)

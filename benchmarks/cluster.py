@@ -1,12 +1,12 @@
-"""`hf-longctx cluster`: a command on emulated nodes of this machine, once per rank.
+"""`python -m benchmarks.cluster SPEC -- COMMAND`: run a command on emulated nodes of this machine.
 
-Layer: benchmarks. Exit codes: that of the first rank that fails, else 0; 2 also for a wrong
-description and where no cluster can be made, then with nothing run.
+The command runs once per rank. Exit codes: that of the first rank that fails, else 0; 2 for a wrong
+description and where no cluster can be made, with nothing run.
 
-A `ClusterSpec` -> its nodes on this machine, and a command run on them, once per rank. Nothing is left behind, however this process ends: the nodes are anonymous namespaces
-that live as long as their process 1, a shell that waits for orders on a pipe from us. When the pipe
-closes, which a SIGKILL does too, the shell ends, the kernel kills every process of its process
-namespace, and the networks go with the last of them.
+Nothing is left behind, however this process ends: the nodes are anonymous namespaces that live as
+long as their process 1, a shell that waits for orders on a pipe from us. When the pipe closes, which
+a SIGKILL does too, the shell ends, the kernel kills every process of its process namespace, and the
+networks go with the last of them.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any, Self, TextIO
+from typing import IO, Self, TextIO
 
 from benchmarks.cluster_spec import EXAMPLE, ClusterSpec, build_commands, environment, hosts
 
@@ -40,40 +40,11 @@ root or user namespaces, and the tools of util-linux and iproute2.
 
 _EXAMPLES = f"""\
 examples:
-  hf-longctx cluster {EXAMPLE} -- python my_gloo_script.py
-  hf-longctx cluster nodes=2,ranks_per_node=2,cross=1gbit,rails=shared -- \\
+  python -m benchmarks.cluster {EXAMPLE} -- python my_gloo_script.py
+  python -m benchmarks.cluster nodes=2,ranks_per_node=2,cross=1gbit,rails=shared -- \\
       python -m benchmarks.link_probe          # the rates that gloo reaches
-  hf-longctx cluster nodes=2,ranks_per_node=1,cross=200mbit -- ip -s link show cross
+  python -m benchmarks.cluster nodes=2,ranks_per_node=1,cross=200mbit -- ip -s link show cross
 """
-
-
-def add_cluster(commands: Any) -> None:
-    """Add the subcommand to those of `hf-longctx`."""
-    cluster = commands.add_parser(
-        "cluster",
-        help="run a command on emulated nodes with slow links between them, once per rank",
-        usage=f"hf-longctx cluster {EXAMPLE} -- COMMAND ...",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    cluster.add_argument("description", metavar="NODES", help=f"as {EXAMPLE}")
-    cluster.add_argument("program", metavar="COMMAND", nargs=argparse.REMAINDER, help="after --")
-    cluster.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Make the cluster and run the command on it; returns the exit code."""
-    from benchmarks.cluster_spec import ClusterSpec
-
-    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-    if not program:
-        raise ValueError(f"no COMMAND to run; write it as {EXAMPLE} -- COMMAND")
-    try:
-        with Cluster(ClusterSpec.parse(arguments.description)) as cluster:
-            return cluster.run(program)
-    except KeyboardInterrupt:
-        return 130  # as a shell names it
 
 
 _TOOLS = ("unshare", "nsenter", "mount", "ip", "tc")
@@ -263,3 +234,39 @@ def _copy(source: IO[str], target: TextIO, prefix: str) -> None:
         for line in source:
             target.write(f"{prefix}{line.rstrip()}\n")  # one write: lines of ranks do not mix
             target.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the cluster and run the command on it.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): Arguments; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cluster",
+        usage=f"python -m benchmarks.cluster {EXAMPLE} -- COMMAND ...",
+        description=_HELP,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("description", metavar="NODES", help=f"as {EXAMPLE}")
+    parser.add_argument("program", metavar="COMMAND", nargs=argparse.REMAINDER, help="after --")
+    arguments = parser.parse_args(argv)
+    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    try:
+        if not program:
+            raise ValueError(f"no COMMAND to run; write it as {EXAMPLE} -- COMMAND")
+        with Cluster(ClusterSpec.parse(arguments.description)) as cluster:
+            return cluster.run(program)
+    except KeyboardInterrupt:
+        return 130  # as a shell reports it
+    except (ValueError, OSError) as error:
+        print(f"python -m benchmarks.cluster: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

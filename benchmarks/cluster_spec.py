@@ -1,6 +1,6 @@
 """`nodes=2,ranks_per_node=4,cross=200mbit` -> namespaces, addresses, and the commands making them.
 
-Layer: benchmarks. Nothing is run here. A switch namespace holds the outer ends of all devices and the
+Nothing is run here. A switch namespace holds the outer ends of all devices and the
 bridges between them; the ranks run in hosts around it:
 
     rails=per_rank   a host per rank: `cross` (shaped) to the core, `intra` to its node's bridge

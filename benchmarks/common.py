@@ -1,20 +1,15 @@
 """A shape and document lengths -> the model and inputs that a bench runs, and what it reports.
 
-Layer: benchmarks. Letters: T tokens.
+Letters: T tokens.
 """
 
-import ctypes
-import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -126,44 +121,3 @@ def product_rate(size: int = 1024) -> float:
         torch.mm(a, b)
         taken.append(time.process_time() - started)
     return 2.0 * size**3 / min(taken)
-
-
-def keep_pages() -> str:
-    """Let the allocator keep freed memory, for every side alike; says what it did.
-
-    glibc gives each freed tensor above 32 MiB back to the system, which hands its pages out anew,
-    zeroed. On a virtual machine that took a twentieth to a quarter of a packed step, and hardly any
-    of one document's, whatever code attends.
-    """
-    trim_threshold, mmap_max = -1, -4
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return "default"
-    libc.mallopt(mmap_max, 0)
-    libc.mallopt(trim_threshold, 2**31 - 1)
-    return "glibc, freed pages kept (mallopt M_MMAP_MAX=0, M_TRIM_THRESHOLD=2**31-1)"
-
-
-def setting(shape: object, *, processes: int, allocator: str, clock: str) -> dict[str, Any]:
-    """What a figure holds for: shape, seed, versions, machine, and what counts as a second."""
-    return {
-        "shape": str(shape),
-        "dtype": "float32",
-        "seed": SEED,
-        "processes": processes,
-        "threads_per_process": 1,
-        "allocator": allocator,
-        "clock": clock,
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _cpu() -> str:
-    """The processor's name, with the vector instructions that PyTorch uses on it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,6 +1,6 @@
-"""`hf-longctx bench distca`: what balancing, overlap and servers gain, and what they cost.
+"""`python -m benchmarks distca`: what balancing, overlap and servers gain, and what they cost.
 
-Layer: benchmarks. One shape for all figures, two ranks. At the top level the skewed pair: rank 0 holds
+One shape for all figures, two ranks. At the top level the skewed pair: rank 0 holds
 one long document, rank 1 as many tokens in short ones, so their linear work is equal and their
 attention is not. Letters: t seconds of a step (forward and backward), as `stretches` counts them.
 
@@ -20,9 +20,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import exposed, served, tables
-from benchmarks.common import Shape, setting
+from benchmarks.common import Shape
 from benchmarks.sides import RankRun, Side, gain, lost, run_rank, step
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.verify.cost_profile import setting
 from hf_longctx.verify.rank_pool import RankPool
 
 logger = logging.getLogger(__name__)

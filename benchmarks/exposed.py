@@ -1,6 +1,6 @@
 """Slow links -> how much of what exchanges cost each `longctx_overlap` leaves to be seen.
 
-Layer: benchmarks. Two nodes of one rank; rank 0 holds two long documents, rank 1 as many tokens in short
+Two nodes of one rank; rank 0 holds two long documents, rank 1 as many tokens in short
 ones, and attention is balanced. The batch can be halved, so all overlaps run the same documents.
 The links' rate is chosen so that all messages, one behind the other, take half of the time that
 attention does. Kernels are real, and so are bytes. Letters: t seconds of a step.

@@ -1,6 +1,6 @@
 """The ranks of a cluster -> the rates that gloo reaches between them; run it on every rank.
 
-Layer: benchmarks. Each message goes to the next rank of a ring while one comes from the rank before, so
+Each message goes to the next rank of a ring while one comes from the rank before, so
 links carry their load both ways at once. It imports nothing of the package: run by its path, it
 starts as fast as torch does.
 """

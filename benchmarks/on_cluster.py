@@ -1,6 +1,6 @@
 """A function and its arguments -> what it returned on each rank of an emulated cluster.
 
-Layer: benchmarks. `python -m benchmarks.on_cluster CASE RESULTS` is what each rank runs: it reads
+`python -m benchmarks.on_cluster CASE RESULTS` is what each rank runs: it reads
 the case, does its share, and leaves the result in the folder of results.
 """
 

@@ -1,6 +1,6 @@
 """One process's packed batch -> how fast ours trains on it, beside `sdpa` and documents alone.
 
-Layer: benchmarks. Sides run in turn; each figure is the median over rounds of the ratio within a round.
+Sides run in turn; each figure is the median over rounds of the ratio within a round.
 Seconds are CPU seconds of the one thread: nothing waits, so other processes must not count.
 
 - `ours`: `distca` without a runtime; documents come from `position_ids`.
@@ -29,19 +29,13 @@ from benchmarks.common import (
     gradient_error,
     gradients,
     inputs,
-    keep_pages,
     product_rate,
-    setting,
 )
 from hf_longctx.attention.boundaries import local_documents
 from hf_longctx.attention.masks import attention_mask
+from hf_longctx.verify.cost_profile import BUCKETS, keep_pages, setting
 
 logger = logging.getLogger(__name__)
-# Documents by length: the largest length of each bucket, and its share in percent.
-BUCKETS = {
-    10: 0.22, 50: 2.91, 100: 5.20, 200: 10.23, 500: 28.19, 1024: 24.64, 2048: 15.65,
-    4096: 7.34, 8192: 3.05, 16384: 1.29, 32768: 0.85, 65536: 0.14, 131072: 0.17, 196608: 0.14,
-}  # fmt: skip
 ONCE = ("loop", "sdpa")  # compared with each other, and `sdpa` takes four times as long as ours
 _NAMES = {"ours": "distca", "separate": "sdpa", "loop": "document_loop", "sdpa": "sdpa"}
 

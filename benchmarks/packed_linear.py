@@ -1,6 +1,6 @@
-"""`hf-longctx bench packed --model NAME`: packed documents through recurrent layers, beside stock.
+"""`python -m benchmarks packed --model NAME`: packed documents through recurrent layers, beside stock.
 
-Layer: benchmarks. Transformers' recurrent layers leak across packed documents, so its users run them one
+Transformers' recurrent layers leak across packed documents, so its users run them one
 by one or as a padded batch. Sides run in turn, each figure is the median over rounds of the ratio
 within a round, in CPU seconds of the one thread.
 
@@ -19,17 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.common import (
-    SEED,
-    differentiate,
-    gradient_error,
-    gradients,
-    inputs,
-    keep_pages,
-    setting,
-)
+from benchmarks.common import SEED, differentiate, gradient_error, gradients, inputs
 from benchmarks.packed import split
 from hf_longctx.recurrent.prepare import prepare
+from hf_longctx.verify.cost_profile import keep_pages, setting
 
 logger = logging.getLogger(__name__)
 # An eighth of Qwen3-Next-80B-A3B's widths, its linear heads' sizes, few experts: seconds a side.

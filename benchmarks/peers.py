@@ -1,6 +1,6 @@
 """Documents -> the stock Trainer that a user of Transformers and TRL would train them with.
 
-Layer: benchmarks. Nothing of hf_longctx runs in it.
+Nothing of hf_longctx runs in it.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Length tables and rank counts -> how even a `distca` plan is, what it moves and how long it took.
 
-Layer: benchmarks. Nothing runs but the planner. A batch holds `TOKENS` tokens a rank, in documents of at
+Nothing runs but the planner. A batch holds `TOKENS` tokens a rank, in documents of at
 most a quarter of the batch: one document of full length would hide every other effect. A layer has
 the widths of Llama-3-8B. Layout `spread`, tolerance 0.05. Letters: R ranks, T tokens of a rank.
 
@@ -25,16 +25,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from benchmarks.common import setting
-from benchmarks.packed import BUCKETS
 from benchmarks.traffic import traffic
 from hf_longctx.planning.layouts.cost import GRANULE, LayerKind
 from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.support import NESTED
+from hf_longctx.verify.cost_profile import BUCKETS, draw, setting
 
 logger = logging.getLogger(__name__)
 TOKENS = 131072
@@ -52,33 +49,6 @@ CONTIGUOUS = (8, 32)
 SERVERS = ((2, 1), (8, 8), (64, 64))  # ranks, extra servers
 COUNTED = {8: 400, 512: 4096}  # documents of pretrain, at these ranks, for planning times alone
 DOMAINS = Levels((64, 8)), 4096  # and in these domains
-
-
-def draw(
-    table: Mapping[int, float], *, seed: int, tokens: int, documents: int | None = None
-) -> list[int]:
-    """Document lengths, log-uniform inside their bucket, at most a quarter of `tokens`.
-
-    Args:
-        table (`Mapping[int, float]`): The largest length of each bucket, and its share.
-        seed (`int`): Of the draw.
-        tokens (`int`): Of the batch; the last document is cut to fit.
-        documents (`int`, *optional*): Draw that many, whatever their tokens.
-    """
-    noise = np.random.default_rng(seed)
-    highs = np.asarray(list(table), np.float64)
-    lows = np.concatenate([[1.0], highs[:-1] + 1])
-    shares = np.asarray(list(table.values()))
-    count = documents or tokens // 64
-    bucket = noise.choice(len(highs), p=shares / shares.sum(), size=count)
-    drawn = np.exp(noise.uniform(np.log(lows[bucket]), np.log(highs[bucket] + 1)))
-    lengths = np.minimum(drawn.astype(np.int64), tokens // 4)
-    if documents:
-        return [int(n) for n in lengths]
-    ends = np.minimum(np.cumsum(lengths), tokens)
-    assert ends[-1] == tokens, (tokens, count)
-    lengths = np.diff(ends, prepend=0)
-    return [int(n) for n in lengths[lengths > 0]]
 
 
 def figures(

@@ -1,6 +1,6 @@
 """A layout -> ring attention as public implementations run it: a peer, not one of our algorithms.
 
-Layer: benchmarks. Source: arXiv 2310.01889 in the zigzag form of zhuzilin/ring-flash-attention. Chunks
+Source: arXiv 2310.01889 in the zigzag form of zhuzilin/ring-flash-attention. Chunks
 travel whole, R - 1 hops; in backward a chunk's float32 gradient sets out from its owner, one hop
 behind the keys, and comes home after R hops. Both travel while the next chunk is worked on. Our own
 `ring` sends only rows that are still to be seen, and gradients from where they begin to where they

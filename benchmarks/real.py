@@ -1,6 +1,6 @@
 """Attention across ranks with real kernels: ours and other libraries', errors, seconds and bytes.
 
-Layer: benchmarks. One layer on one causal document in float32; every side has its own rows of it. What
+One layer on one causal document in float32; every side has its own rows of it. What
 an interface carries is counted there, so headers and acknowledgements are in it. Letters: T tokens,
 H query heads, K key/value heads, D head size, R ranks.
 """

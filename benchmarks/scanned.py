@@ -1,6 +1,6 @@
 """Schedules of a scan -> its seconds and bytes on these ranks, alone and inside a layer.
 
-Layer: benchmarks. Messages are real, and so are the states and what composes them; the layer's own work
+Messages are real, and so are the states and what composes them; the layer's own work
 sleeps, since eight ranks do not compute at once on a few cores. A layer forms its summary, begins
 the scan, forms the outputs that need no state of others, waits, and adds what the state gives; its
 backward is the mirror. Letters: H heads, N rows of a state, V its columns, P ranks.
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import keep_pages
 from benchmarks.timed import carried_bytes
 from hf_longctx.kernels.chunk_states import Summary, apply
 from hf_longctx.planning.layouts.layout import cut
@@ -28,6 +27,7 @@ from hf_longctx.planning.program.counts import sent as planned_bytes
 from hf_longctx.planning.program.program import Program
 from hf_longctx.runtime.executor import Account
 from hf_longctx.runtime.state_scans import ScanCall, begin_scan, scan_states
+from hf_longctx.verify.cost_profile import keep_pages
 from hf_longctx.verify.rank_pool import RankContext
 
 GLOO = "gloo"

@@ -1,6 +1,6 @@
 """Two trainers with one extra server against the same two in place, with timed compute.
 
-Layer: benchmarks. Three processes do not compute at once on two cores, so kernels and linear layers
+Three processes do not compute at once on two cores, so kernels and linear layers
 sleep for the time that they were measured to take, and compute nothing; rows have their real size
 and really move. The server answers as `hf-longctx serve` does, and attends as fast as a trainer.
 Letters: t seconds of a step, the wall seconds of the best round.
@@ -28,7 +28,7 @@ from hf_longctx.runtime import executor
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account
 from hf_longctx.runtime.requests import Caller, call_servers
-from hf_longctx.servers.server_loop import Served, serve
+from hf_longctx.servers.server_loop import ServerStats, serve_requests
 from hf_longctx.verify.rank_pool import RankContext, RankPool
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def run_process(
         if context.rank == SERVER:
             requests = 2 * shape.layers * rounds if side.speeds else 0
             with suppress(ExchangeError):
-                serve(_Ending(context.channel, requests), Served())
+                serve_requests(_Ending(context.channel, requests), ServerStats())
             return []
         bridges = [context.channel for _ in side.speeds]
         channel = BridgedChannel(

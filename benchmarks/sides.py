@@ -1,6 +1,6 @@
 """Sides of one case -> what every rank did in each round of them, in turn.
 
-Layer: benchmarks. A side is a way to train on the case's documents: which rank holds what, under which
+A side is a way to train on the case's documents: which rank holds what, under which
 attention name, and what is moved. All sides compute the same loss and gradients, which is checked
 once; one that sends nothing ("filled") computes neither and is not.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import Shape, differentiate, gradient_error, gradients, inputs, keep_pages
+from benchmarks.common import Shape, differentiate, gradient_error, gradients, inputs
 from benchmarks.stretches import Recorder, Rounds, Seconds, Stretch, assemble
 from hf_longctx.data.batch import KEY, LongCtxBatch, halved
 from hf_longctx.planning.layouts.cost import LayerKind
@@ -24,6 +24,7 @@ from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.counts import Widths, sent_in_layer
 from hf_longctx.runtime.executor import Account, Runtime
 from hf_longctx.runtime.pingpong import run_in_halves
+from hf_longctx.verify.cost_profile import keep_pages
 from hf_longctx.verify.rank_pool import RankContext
 
 STATIC = float("inf")  # a tolerance that moves nothing

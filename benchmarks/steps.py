@@ -1,6 +1,6 @@
 """Two sides' launches -> what their steps took, as ratios (ours / stock) and beside a bound.
 
-Layer: benchmarks. A step lasts from the end of the one before, on the rank that ends last: data,
+A step lasts from the end of the one before, on the rank that ends last: data,
 forward, backward, optimizer and log. The bound is the time of the same multiplications, split
 evenly over the ranks, at the rate of one large matrix product.
 """

@@ -1,6 +1,6 @@
 """What each rank did in each round of a step -> the seconds of that step.
 
-Layer: benchmarks. A shared machine's speed moves by a tenth from second to second, and other load only
+A shared machine's speed moves by a tenth from second to second, and other load only
 adds: two whole steps differ by as much as an exchange costs. So a step is cut at every kernel, post
 and wait; a stretch counts with its least CPU seconds of all rounds, an exchange with its least time
 from when both ends of its messages were posted, and the stretches are put together again, so that

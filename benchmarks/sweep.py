@@ -1,6 +1,6 @@
 """Two domains with slow links between them -> what every algorithm takes there, beside its bound.
 
-Layer: benchmarks. Emulated links, timed compute: eight ranks, one causal document, a sweep over how long
+Emulated links, timed compute: eight ranks, one causal document, a sweep over how long
 a rank computes on one chunk of keys, `c`, against how long the chunk takes on the slow link, `tau`.
 
 - `ring_*`: ring attention as public implementations run it (`PublicRing`), which the closed form of

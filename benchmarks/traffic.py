@@ -1,6 +1,6 @@
 """Balanced tasks -> rows that each rank sends and receives, without building any program.
 
-Layer: benchmarks. It counts as `serve.py` sends: query rows once to each server, and keys once per
+It counts as `serve.py` sends: query rows once to each server, and keys once per
 (owner, server), save those of tasks whose keys the server holds in one run of rows. Letters: P
 processes, ranks and extra servers.
 """

@@ -1,6 +1,6 @@
 """Whole optimizer steps of two ranks -> seconds and memory of ours and of the stock Trainer.
 
-Layer: benchmarks. The same documents, model, optimizer and tokens a rank on both sides:
+The same documents, model, optimizer and tokens a rank on both sides:
 
 - `ours`: `LongCtxTrainer` under `distca`, one batch shared by the ranks, nothing cut.
 - `stock`: Transformers' `Trainer` under `sdpa` on TRL's `bfd` packs, one a rank, which cut every
@@ -21,12 +21,13 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
 
-from benchmarks.common import SEED, Shape, keep_pages, product_rate, setting
+from benchmarks.common import SEED, Shape, product_rate
 from benchmarks.peers import bfd_packs, stock_trainer
 from benchmarks.steps import Launch, PeakMemory, StepClock, figures
 from benchmarks.texts import addresses, save_cut_model
 from hf_longctx.config import LongCtxTrainingArguments
 from hf_longctx.training.trainer import LongCtxTrainer
+from hf_longctx.verify.cost_profile import keep_pages, setting
 from hf_longctx.verify.rank_pool import RankContext, RankPool
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
-"""`hf-longctx bench zeco`: what a chain gains over an all-gather of states, and what it costs.
+"""`python -m benchmarks zeco`: what a chain gains over an all-gather of states, and what it costs.
 
-Layer: benchmarks. Eight nodes of one rank, a slow link each (see `cluster_spec`). Links are emulated and
+Eight nodes of one rank, a slow link each (see `cluster_spec`). Links are emulated and
 a layer's work is timed; messages, states and what composes them are real (see `scanned`). A state
 of 16 heads of 128 x 128 in float32 is 1 MiB, D, which takes `tau` on a link. One decay a head: an
 all-gather of the delta rule's matrices would send twice as much.
@@ -25,11 +25,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.cluster_spec import ClusterSpec
-from benchmarks.common import setting
 from benchmarks.on_cluster import run_on
 from benchmarks.scanned import BACKWARD, GLOO, SHARES, Case, Measured, Seconds, Way, time_scans
 from hf_longctx.planning.planners.state_scan import State
 from hf_longctx.planning.predict.scan_schedule import NeighbourLink, Sizes, chosen, cuts
+from hf_longctx.verify.cost_profile import setting
 
 logger = logging.getLogger(__name__)
 RANKS = 8

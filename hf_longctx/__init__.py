@@ -1,8 +1,8 @@
 """Exact attention across ranks for long, uneven documents, behind one Transformers flag.
 
-Importing this package registers the attention names `distca`, `charm`, `ring`, `ulysses`,
-`zeco_linear`, and has models with recurrent layers, as they are given one of these, refuse packed
-documents until they are prepared; nothing else happens.
+Importing this package registers the attention names `distca`, `charm`, `ring`, `ulysses` and
+`zeco_linear` with Transformers. Models with recurrent layers that get one of these names refuse
+packed documents until they are prepared. Nothing else happens on import.
 """
 
 from .attention.registration import register
@@ -11,11 +11,13 @@ from .recurrent.prepare import prepare
 from .recurrent.unprepared_guard import guard_names
 from .training.trainer import LongCtxTrainer, LongCtxTrainerMixin
 from .verify.check import check
+from .version import VERSION as __version__
 
 register()
 guard_names()
 
 __all__ = [
+    "__version__",
     "LongCtxArguments",
     "LongCtxTrainer",
     "LongCtxTrainerMixin",

@@ -98,6 +98,8 @@ def resume(name: str, folder: Path) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    import hf_longctx  # noqa: F401  (registers the attention names)
+
     checkpoint = folder.parent / "checkpoint"
     run = json.loads((checkpoint / "run.json").read_text())
     lines = train_cases.Lines()

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from hf_longctx.verify.rank_pool import RankPool
 
 # Files that take long for their number of tests, the longest first.
 LONG = (
-    "test_verify", "test_recurrent_ranks", "test_families", "test_parity", "test_check",
-    "test_lose", "test_resume", "test_serve", "test_bad_input", "test_pingpong_training",
-    "test_trainer", "test_relays", "test_all_families", "test_evaluate", "test_kill", "test_scans",
+    "test_verify", "test_recurrent_ranks", "test_families", "test_parity", "test_checker",
+    "test_lost_servers", "test_resume", "test_serve", "test_bad_input", "test_pingpong_training",
+    "test_trainer", "test_relays", "test_all_families", "test_evaluate", "test_fault_injection",
+    "test_state_scans",
     "test_executor", "test_pingpong", "test_cluster", "test_server_runs", "test_recurrent_verify",
     "test_verify_command", "test_bench_distca", "test_run", "test_bench_charm", "test_recurrent",
-    "test_replay", "test_wrappers", "test_recurrent_trainers", "test_recipe", "test_overlap",
+    "test_replay", "test_wrappers", "test_recurrent_trainers", "test_recipe", "test_head_overlap",
     "test_four_trainers", "test_recurrent_training",
 )  # fmt: skip
 
@@ -28,6 +30,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores; sums keep one orde
 os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for a device as it is imported
 # Modeling files that find flash-linear-attention take its kernels, which no CPU runs.
 sys.modules["fla"] = None  # type: ignore[assignment]
+
+# No deadlines: a busy machine would miss them.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

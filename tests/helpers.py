@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,10 +51,8 @@ GOLDEN_2 = [
 
 
 def examples(number: int) -> settings:
-    """So many examples, however slow the machine is at the moment."""
-    return settings(
-        max_examples=number, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+    """Run a property on this many random examples, under the profile of `conftest.py`."""
+    return settings(max_examples=number)
 
 
 @st.composite

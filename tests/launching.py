@@ -196,7 +196,7 @@ def _module(name: str, *arguments: str) -> None:
 def _become_a_rank(*words: str) -> None:
     from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
-    from hf_longctx.servers import groups
+    from hf_longctx.training import groups
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the launcher's agent handles them

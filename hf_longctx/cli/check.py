@@ -15,7 +15,7 @@ from typing import Any
 from ..support import NAMES, validate_name
 
 
-def add_check(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add the subcommand to those of `hf-longctx`."""
     check = commands.add_parser(
         "check",

@@ -1,24 +1,24 @@
-"""`hf-longctx`: check and verify a model under our names, and measure.
+"""`hf-longctx`: check and verify a model under our names, profile, serve, and start a run.
 
-Layer: cli. Exit codes: 0 all bounds hold, 1 some do not or a rank failed, 2 refused or wrong
-flags; `check`: 0 a name works, 2 none does, 1 a missing file or wrong flags. Figures go to standard
-output, and what runs now to standard error.
+Layer: cli. Exit codes: 0 all bounds hold, 1 some do not or a rank failed, 2 refused or wrong flags;
+`check`: 0 a name works, 2 none does, 1 a missing file or wrong flags. Figures go to standard output,
+progress to standard error.
 """
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
 
-from benchmarks.cluster import add_cluster
+from ..version import VERSION
 
-from .check import add_check
-from .common import add_json, progress, show
-from .profile import add_profile
-from .serve import add_serve
-from .verify import add_verify
+# Commands that left the package, and what runs in their place in a clone of the repository.
+_MOVED = {"bench": "python -m benchmarks", "cluster": "python -m benchmarks.cluster"}
+# Each is a module of this folder with a function `add_command`.
+_COMMANDS = ("check", "verify", "init", "sft", "profile", "serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
     from ..verify.rank_pool import RankError
 
-    arguments = _parse(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] and given[0] in _MOVED:
+        instead = f"{_MOVED[given[0]]} {shlex.join(given[1:])}".strip()
+        print(
+            f"hf-longctx {given[0]} has moved out of the package; in a clone of the repository, "
+            f"run {instead}",
+            file=sys.stderr,
+        )
+        return 2
+    arguments = _parse(given)
     try:
         code: int = arguments.run(arguments)
         return code
@@ -61,81 +70,24 @@ class _Parser(argparse.ArgumentParser):
         self.exit(self.wrong_flags, f"{self.prog}: error: {message}\n")
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="hf-longctx",
         description=(
-            "Exact attention across ranks for long, uneven documents: check, verify, measure."
+            "Exact attention across ranks for long, uneven documents: check and verify a model, "
+            "start a training run, measure this machine."
         ),
     )
+    parser.add_argument("--version", action="version", version=f"hf-longctx {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
-    each: dict[str, Callable[[Any], None]] = {
-        "check": add_check,
-        "verify": add_verify,
-        "bench": _add_bench,
-        "cluster": add_cluster,
-        "serve": add_serve,
-        "profile": add_profile,
-    }
-    given = sys.argv[1:] if argv is None else argv
-    # One that is named is added alone: a server must not import Transformers for verify's flags.
-    for name in each.keys() & {*given[:1]} or each:
-        each[name](commands)
+    # Only the named command is imported: a server must not wait for Transformers.
+    for name in [name for name in _COMMANDS if name in given[:1]] or _COMMANDS:
+        import_module(f".{name}", __package__).add_command(commands)
     arguments, unknown = parser.parse_known_args(given)
-    if unknown:
+    if unknown and not getattr(arguments, "takes_unknown", False):
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.unknown = unknown
     return arguments
-
-
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="measure ours against a peer and a bound, in one run",
-        description="Each bench prints shape, seed and machine, ours, the peer and the bound.",
-    )
-    bench.add_argument(
-        "name",
-        choices=("packed", "distca", "charm", "zeco", "trainer", "plan"),
-        help="packed: one process against sdpa on packed documents; "
-        "distca: two ranks, what balancing, overlap and servers gain and cost, against other ways "
-        "to cut documents, also over slow links (25 minutes; needs what `hf-longctx cluster` "
-        "needs); "
-        "charm: eight ranks in two domains with slow links between them, rings, charm, Ulysses and "
-        "their hybrid beside their bounds, and other libraries' (17 minutes, and the same needs); "
-        "zeco: eight nodes with a slow link each, scans of linear-attention states beside "
-        "all-gathers of them and their bounds (5 minutes, and the same needs); "
-        "trainer: whole steps of two ranks against the stock Trainer on TRL's packs; "
-        "plan: balance, traffic and planning time of plans for 8 to 512 ranks; no process starts",
-    )
-    bench.add_argument(
-        "--model",
-        metavar="FAMILY",
-        help="packed: a config-initialised model of this family with recurrent layers, against "
-        "Transformers' own code on documents one by one or padded (qwen3_next)",
-    )
-    add_json(bench)
-    bench.set_defaults(run=_bench)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from benchmarks import charm, distca, packed, packed_linear, plan, trainer, zeco
-
-    benches: dict[str, Callable[[], dict[str, Any]]] = {
-        "packed": packed.run,
-        "distca": distca.run,
-        "charm": charm.run,
-        "zeco": zeco.run,
-        "trainer": trainer.run,
-        "plan": plan.run,
-    }
-    if arguments.model is not None:
-        if arguments.name != "packed":
-            raise ValueError(f"--model is of bench packed; leave it out of bench {arguments.name}")
-        benches["packed"] = partial(packed_linear.run, family=arguments.model)
-    with progress(arguments):
-        report = benches[arguments.name]()
-    show(report, arguments.json)
-    return 0
 
 
 if __name__ == "__main__":

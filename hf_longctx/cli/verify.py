@@ -1,6 +1,7 @@
-"""`hf-longctx verify`: a model over several ranks against one process, as figures and an exit code.
+"""`hf-longctx verify`: compare a model over several ranks with one process.
 
-Layer: cli. Exit codes: 0 all bounds hold, 1 some do not, 2 refused or wrong flags.
+It prints figures and ends with an exit code: 0 all bounds hold, 1 some do not, 2 refused or wrong
+flags. Layer: cli.
 """
 
 import argparse
@@ -10,9 +11,9 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .common import add_json, progress, show
+from .common import add_json, figure_help, progress, show
 
-# Flags whose values change what verify runs.
+# Training flags whose values change what verify runs.
 VERIFIED = (
     "longctx_layout",
     "longctx_tolerance",
@@ -22,65 +23,85 @@ VERIFIED = (
     "longctx_softmax",
     "longctx_scan",
 )
+# The keys of the JSON object, for the help text and for the documentation's page of JSON keys.
+FIGURES = {
+    "model, attn_implementation, dtype, ranks, layout, overlap, ulysses_size": "as asked for",
+    "topology": "nested domains of the ranks",
+    "logit_error": "largest error of a logit, relative to the largest logit, against naive float64 "
+    "attention",
+    "loss_error": "relative error of the summed loss",
+    "grad_error": "largest error of a gradient entry, of the worst parameter, relative to the "
+    "parameter's largest entry or 1e-3 of the model's",
+    "logit_error_vs_transformers, loss_error_vs_transformers, grad_error_vs_transformers": "the "
+    "same in float32, against stock Transformers",
+    "leak": "largest gradient of other documents' logits in a document's embeddings; anything but "
+    "0 means that documents see each other",
+    "attention_calls": "calls of our softmax and recurrent layers, on all ranks together",
+    "bytes_planned": "bytes that the plans send, forward and backward",
+    "bytes_sent": "bytes that were sent; must equal bytes_planned",
+    "recompute_bytes": "bytes sent again by activation checkpointing; must be 0",
+    "logit_columns": "logits compared per token, drawn at random from a large vocabulary; loss and "
+    "gradients cover all of them",
+    "set_to_0": "dropout fields of the config, which both sides run without",
+    "scan": "(zeco_linear) for each kind of state, what the longest scan ran: schedule, pieces, "
+    "ranks, and the measured link",
+    "servers": "extra attention servers",
+    "tasks_on_servers": "attention tasks that ran on servers",
+    "head_groups": "(--overlap heads) groups of key/value heads that an exchange was cut into",
+    "switches": "(--overlap pingpong) times one half of a batch handed over to the other",
+    "bounds": "upper bound of each error",
+    "failed": "the bounds that do not hold",
+}
+KILL_FIGURES = {
+    "ranks, servers, kill": "as asked for",
+    "steps": "optimizer steps",
+    "replayed_steps": "steps that were run again without the lost server; at least 1",
+    "loss_difference": "largest difference of a step's loss from the undisturbed run, relative",
+    "weights_difference": "largest difference of a weight at the end, relative to the largest",
+    "orphans": "processes left when the run had ended; must be 0",
+    "failed": "the bounds that do not hold",
+}
 _DESCRIPTION = """\
+Answers: does this model train exactly under this name, over this many ranks?
+
 Starts gloo processes on this machine, runs packed documents through the model
 under one of our names, and compares logits, loss and every gradient with one
-process that runs each document alone: naive float64 attention, and stock
-Transformers in float32. Bounds: 1e-10 in float64, 1e-9 with recurrent layers;
-in bf16 twice (gradients three times) the error of the plain bf16 path; in
-float32, and against Transformers, 1e-5 (recurrent gradients 1e-4) or, where the
-plain float32 path itself is further than that from float64, twice (three times)
-its error.
-Dropout is set to 0 on both sides; attention dropout is refused.
+process that runs each document alone: once with naive float64 attention, once as
+stock Transformers in float32.
+
+A config's weights are drawn so that a leak between documents would show: the
+states of recurrent layers decay slowly (rate 0.05), while those of the usual
+rates forget a document within a few tokens. Dropout is set to 0 on both sides;
+attention dropout is refused.
+
+Bounds: 1e-10 in float64, 1e-9 with recurrent layers. In bf16 twice the error of
+the plain bf16 path (gradients three times). In float32 and against Transformers
+1e-5 (recurrent gradients 1e-4) or, where the plain float32 path itself is further
+than that from float64, twice its error (gradients three times).
+
+Exit codes: 0 all bounds hold, 1 some do not or a rank failed, 2 refused.
 """
-_EPILOG = """\
-example:
-  hf-longctx verify --model tests/configs/tiny_llama.json \\
-      --attn_implementation distca --ranks 3
+_EXAMPLES = """\
+examples:
+  hf-longctx verify --model my_checkpoint --attn_implementation distca --ranks 2
+  hf-longctx verify --model config.json --attn_implementation charm --ranks 4 \\
+      --topology 2x2 --checkpointing --json report.json
+  hf-longctx verify --model config.json --attn_implementation distca --ranks 2 \\
+      --servers 1 --kill backward
 
-figures:
-  logit_error, loss_error, grad_error
-                    of the worst tensor, against naive float64 attention;
-                    X_vs_transformers: in float32, against stock Transformers
-  leak              largest gradient of other documents' logits in a document's
-                    embeddings; 0, or documents see each other. A config's
-                    weights are drawn so that a leak would show: the states of
-                    recurrent layers decay slowly (rate 0.05), while those of
-                    the usual rates forget a document within a few tokens
-  attention_calls   of our softmax and recurrent layers, on all ranks together
-  bytes_planned, bytes_sent
-                    by plans, and in fact, forward and backward; must be equal
-  recompute_bytes   sent once more by activation checkpointing; must be 0
-  logit_columns     logits of each token that are compared, drawn at random from
-                    a large vocabulary; loss and gradients see all of them
-  set_to_0          fields of the config for dropout, which both sides run
-                    without
-  scan              (zeco_linear) what the longest scan of each kind of state took:
-                    schedule, pieces, ranks, and the measured link that it went by
-  servers, tasks_on_servers
-                    extra servers, and the attention tasks that they did
-  head_groups       (--overlap heads) groups of key/value heads that an exchange
-                    was cut into
-  switches          (--overlap pingpong) how often one half of a batch handed
-                    over to the other
-  bounds.X, failed  what X may be, and which of them is not so
-
-figures of --kill:
-  steps, replayed_steps
-                    optimizer steps, and those run again without the lost server
-  loss_difference, weights_difference
-                    from the undisturbed run, relative: of any step; at the end
-  orphans           processes that were left when the run had ended
 """
 
 
-def add_verify(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add the subcommand to those of `hf-longctx`."""
     verify = commands.add_parser(
         "verify",
         help="compare a model over several ranks with one process, gradients included",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog=_EXAMPLES
+        + figure_help("figures", FIGURES)
+        + "\n"
+        + figure_help("figures of --kill", KILL_FIGURES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verify.add_argument("--model", required=True, help="checkpoint folder or config JSON")
@@ -126,7 +147,7 @@ def add_verify(commands: Any) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """`1,5,300` -> the numbers."""
+    """Read numbers from a text as `1,5,300`."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -134,8 +155,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _add_longctx_flags(parser: argparse.ArgumentParser, *, names: Sequence[str]) -> None:
-    """The fields `longctx_X` in `names` as `--X`, or spelled as in training, as errors name them;
-    flags that a command does not use are unknown."""
+    """Add the fields `longctx_X` in `names` as `--X`, or spelled as in training, as errors name them.
+
+    Flags that a command does not use stay unknown to it.
+    """
     from ..config import LongCtxArguments
 
     group = parser.add_argument_group("flags of the run, as in training")
@@ -155,7 +178,7 @@ def _add_longctx_flags(parser: argparse.ArgumentParser, *, names: Sequence[str])
 
 
 def _kind_of(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None]:
-    """How to read a field's value, and the values allowed."""
+    """Return how to read a field's value, and the values allowed."""
     if typing.get_origin(hint) is typing.Literal:
         return str, typing.get_args(hint)
     if isinstance(hint, types.UnionType):
@@ -164,11 +187,11 @@ def _kind_of(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify, print the report; returns the exit code."""
+    """Verify and print the report; returns the exit code."""
     import torch
 
     torch.set_num_threads(1)
-    with progress(arguments):
+    with progress("hf-longctx verify", json_path=arguments.json):
         report = _report_kill(arguments) if arguments.kill else _report(arguments)
     show(report, arguments.json)
     if report.get("switches") == 0:

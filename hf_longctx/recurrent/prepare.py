@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..support import RECURRENT_LAYERS, recurrent_family
-from ..support.model_rules import FLA_PARTS, raise_if_broken
+from ..support.model_rules import FLA_RULE
+from ..support.rules import validate_rules
 from . import fla, linear_attention, short_conv, state_space
 from .adapter import Adapter
 from .packed_inputs import read_packed_inputs
@@ -62,7 +63,7 @@ def _adapt(model: nn.Module) -> list[nn.Module]:
     _validate_unknown(model, [layer for layer, _ in layers])
     if not layers:
         return []
-    raise_if_broken((FLA_PARTS,), _base(model).config)
+    validate_rules((FLA_RULE,), _base(model).config)
     for layer, adapter in layers:
         home = adapter.home(layer)
         assert home is not None

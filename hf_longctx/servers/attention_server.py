@@ -1,7 +1,8 @@
-"""`hf-longctx serve` without the package's `__init__`: what a trainer starts as its server.
+"""Run `hf-longctx serve` without importing the package's `__init__`, as a trainer's server.
 
-Layer: servers. Run by its path, which `ps` shows: `-m` would import Transformers, which takes
-longer than all the rest of a server's start.
+A trainer runs this file by its path, which `ps` then shows. With `-m` Python would import the
+package first, and with it Transformers, which takes longer than the rest of a server's start.
+Layer: servers.
 """
 
 import runpy
@@ -10,6 +11,7 @@ import types
 from pathlib import Path
 
 if __name__ == "__main__":
+    # An empty package that knows its folder: its modules can be imported, its __init__ never runs.
     package = types.ModuleType("hf_longctx")
     package.__path__ = [str(Path(__file__).parents[1])]
     sys.modules["hf_longctx"] = package

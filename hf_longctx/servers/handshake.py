@@ -1,8 +1,8 @@
-"""A token and a connection -> a server that the trainers trust, or a reason that both sides say.
+"""Authenticate an attention server to the trainers, and the trainers to the server.
 
-Layer: servers. Each side proves that it knows the token, which never travels, by an HMAC over numbers
-that both drew; then versions are compared. Messages are JSON behind their length: nothing that a
-stranger sends is run.
+Each side proves that it knows the token of the run with an HMAC over numbers that both sides drew,
+so the token never travels. Then versions are compared. A message is JSON behind its length: nothing
+that a stranger sends is unpickled or run. Layer: servers.
 """
 
 import hashlib
@@ -10,30 +10,32 @@ import hmac
 import json
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..planning.program.program import FORMAT
+from ..version import VERSION
 
 MAGIC = "hf_longctx attention server"
-SPEEDS = (1e-3, 1e3)  # that a server may have beside a trainer
-_LONGEST = 1 << 16  # bytes of a message
+SPEEDS = (1e-3, 1e3)  # planners divide work by speed, so 0, infinity and NaN are rejected
+_MAX_MESSAGE_BYTES = 1 << 16  # a stranger must not make this process allocate gigabytes
 
 
-class Refused(ValueError):
-    """A handshake that failed: the message says why, and what to do."""
+class HandshakeError(ValueError):
+    """A failed handshake. The message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visitor:
-    """A server as it introduces itself.
+class ServerInfo:
+    """How a server introduces itself.
 
     Args:
-        name (`str`): Host and process, for people.
-        device (`str`): Where it attends.
-        speed (`float`): How fast it attends, beside a rank's 1.
-        spawned (`int`): Its number among those that the trainers started; -1 for one that joined.
+        name (`str`): Host and process, for the logs.
+        device (`str`): Device it computes attention on.
+        speed (`float`, *optional*, defaults to 1.0): Its attention speed; a trainer has 1.
+        spawned (`int`, *optional*, defaults to -1): Its number among the servers that the trainers
+            started; -1 for a server that joined later.
     """
 
     name: str
@@ -43,40 +45,34 @@ class Visitor:
 
 
 def versions() -> dict[str, object]:
-    """What must be the same on both sides."""
-    try:
-        package = version("hf-longctx")
-    except PackageNotFoundError:  # imported from a folder that was never installed
-        package = "unknown"
-    return {"hf_longctx": package, "plan format": FORMAT}
+    """Return the versions that must be equal on both sides."""
+    return {"hf_longctx": VERSION, "plan format": FORMAT}
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message. Raises `OSError` where the connection is lost."""
+    """Send one message. Raises `OSError` if the connection is lost."""
     data = json.dumps(message).encode()
     connection.sendall(len(data).to_bytes(4, "little") + data)
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """The next message.
+    """Receive the next message.
 
     Raises:
-        OSError: where the connection is closed, lost, or silent beyond its time-out.
-        Refused: where something else than one of our messages came.
+        OSError: if the connection is closed, lost, or silent beyond its time-out.
+        HandshakeError: if the bytes are not one of our messages.
     """
-    size = int.from_bytes(_exactly(connection, 4), "little")
-    if size > _LONGEST:
-        raise Refused("what answered does not speak as an hf_longctx trainer or server does")
-    try:
-        message = json.loads(_exactly(connection, size))
-    except (ValueError, RecursionError):
-        message = None
+    size, message = int.from_bytes(_receive_exactly(connection, 4), "little"), None
+    if size <= _MAX_MESSAGE_BYTES:
+        # RecursionError: thousands of nested brackets fit into the allowed size
+        with suppress(ValueError, RecursionError):
+            message = json.loads(_receive_exactly(connection, size))
     if not isinstance(message, dict):
-        raise Refused("what answered does not speak as an hf_longctx trainer or server does")
+        raise HandshakeError("the other side does not speak as an hf_longctx trainer or server")
     return message
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
@@ -86,68 +82,73 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _proof(token: bytes, role: str, numbers: tuple[str, str], visitor: dict[str, Any]) -> str:
-    text = json.dumps([role, *numbers, visitor], sort_keys=True).encode()
+def _proof(token: bytes, role: str, numbers: tuple[str, str], server: dict[str, Any]) -> str:
+    # The role is signed too: otherwise a stranger could send our own proof back to us.
+    text = json.dumps([role, *numbers, server], sort_keys=True).encode()
     return hmac.new(token, text, hashlib.sha256).hexdigest()
 
 
-def _knows(message: dict[str, Any], proof: str) -> bool:
+def _has_proof(message: dict[str, Any], proof: str) -> bool:
+    # compare_digest takes equal time for every wrong proof, so timing does not reveal a prefix
     return hmac.compare_digest(str(message.get("proof")).encode(), proof.encode())
 
 
-def _sound(visitor: dict[str, Any]) -> bool:
-    """Whether a visitor's fields are what planners can work with."""
-    kinds = {"name": str, "device": str, "speed": float, "spawned": int}
-    fits = {name: type(value) for name, value in visitor.items()} == kinds
-    return fits and SPEEDS[0] <= visitor["speed"] <= SPEEDS[1]
+def _is_usable(server: dict[str, Any]) -> bool:
+    """Check that a server gave the fields of `ServerInfo`, with a speed that planners accept."""
+    types = {"name": str, "device": str, "speed": float, "spawned": int}
+    complete = {name: type(value) for name, value in server.items()} == types
+    return complete and SPEEDS[0] <= server["speed"] <= SPEEDS[1]  # NaN fails as well
 
 
-def greet(connection: socket.socket, *, token: bytes) -> Visitor:
-    """The trainers' side: find out who comes.
+def authenticate(connection: socket.socket, *, token: bytes) -> ServerInfo:
+    """Authenticate a server, on the trainers' side.
 
     Raises:
-        Refused: for another token or version, or for something that is no server; it was told.
-        OSError: where it went away or fell silent.
+        HandshakeError: if its token or version differs, or if it is no server. It is told why.
+        OSError: if it disconnects or falls silent.
     """
-    mine = secrets.token_hex(32)
-    send(connection, {"magic": MAGIC, "number": mine})
-    hello = receive(connection)
-    reason, visitor = None, hello.get("visitor")
-    numbers = mine, str(hello.get("number"))
-    if hello.get("magic") != MAGIC or not isinstance(visitor, dict):
+    number = secrets.token_hex(32)
+    send(connection, {"magic": MAGIC, "number": number})
+    hello, reason = receive(connection), None
+    server: Any = hello.get("visitor")
+    numbers = number, str(hello.get("number"))
+    # The proof comes before the versions: a stranger learns nothing about this installation.
+    if hello.get("magic") != MAGIC or not isinstance(server, dict):
         reason = "it is no hf_longctx server"
-    elif not _knows(hello, _proof(token, "server", numbers, visitor)):
-        reason = "its token is not that of this run; copy the file that the trainer names"
+    elif not _has_proof(hello, _proof(token, "server", numbers, server)):
+        reason = "its token is not that of this run; copy the token file named in the trainers' log"
     elif hello.get("versions") != versions():
         reason = (
             f"it has {hello.get('versions')}, the trainers have {versions()}; install the same "
             "version on both"
         )
-    found = visitor if isinstance(visitor, dict) else {}
-    if reason is None and not _sound(found):
-        reason = f"it introduces itself as {found}, with a speed outside {SPEEDS}"
+    elif not _is_usable(server):
+        reason = (
+            f"it describes itself as {server}, with missing fields or with a speed outside "
+            f"{SPEEDS}; start it by `hf-longctx serve`"
+        )
     if reason is not None:
         send(connection, {"refused": reason})
-        raise Refused(reason)
-    send(connection, {"proof": _proof(token, "trainer", numbers, found)})
-    return Visitor(**found)
+        raise HandshakeError(reason)
+    send(connection, {"proof": _proof(token, "trainer", numbers, server)})
+    return ServerInfo(**server)
 
 
-def introduce(connection: socket.socket, *, token: bytes, visitor: Visitor) -> None:
-    """The server's side.
+def introduce(connection: socket.socket, *, token: bytes, server: ServerInfo) -> None:
+    """Introduce a server to the trainers and authenticate them, on the server's side.
 
     Raises:
-        Refused: where the trainers turn this server down, or do not know the token themselves.
-        OSError: where they went away or fell silent.
+        HandshakeError: if the trainers reject this server, or do not know the token themselves.
+        OSError: if they disconnect or fall silent.
     """
-    greeting, about = receive(connection), asdict(visitor)
+    greeting, fields = receive(connection), asdict(server)
     if greeting.get("magic") != MAGIC:
-        raise Refused("what listens there is no hf_longctx trainer; check HOST:PORT")
+        raise HandshakeError("the listener there is no hf_longctx trainer; check HOST:PORT")
     numbers = str(greeting.get("number")), secrets.token_hex(32)
-    hello = {"magic": MAGIC, "number": numbers[1], "versions": versions(), "visitor": about}
-    send(connection, {**hello, "proof": _proof(token, "server", numbers, about)})
+    hello = {"magic": MAGIC, "number": numbers[1], "versions": versions(), "visitor": fields}
+    send(connection, {**hello, "proof": _proof(token, "server", numbers, fields)})
     answer = receive(connection)
     if "refused" in answer:
-        raise Refused(f"the trainers turn this server down: {answer['refused']}")
-    if not _knows(answer, _proof(token, "trainer", numbers, about)):
-        raise Refused("what listens there does not know the token; check HOST:PORT")
+        raise HandshakeError(f"the trainers rejected this server: {answer['refused']}")
+    if not _has_proof(answer, _proof(token, "trainer", numbers, fields)):
+        raise HandshakeError("the listener there does not know the token; check HOST:PORT")

@@ -1,19 +1,14 @@
-"""Connections of servers to a group's first trainer -> those that proved themselves, and wait.
+"""Build bridges between the trainers of a group and the servers that join it.
 
-Layer: servers. The listener is bound to one interface. `meeting` builds bridges to those that wait.
-
-A server that waits -> a bridge between all trainers of a group and it. A bridge is a gloo group of its own, outside the default one, over a store that listens
-on one interface. Nobody builds it before the server has said `ready`: a constructor that waits for
-a server that never comes would hold every trainer up.
+A bridge is a gloo group of the group's ranks and one server, outside the default group, so losing a
+server breaks no collective of the trainers. It is built over a store that listens on one interface.
+No trainer builds a bridge before the server has said `ready`: gloo's constructor blocks, so a
+server that never comes would hold up every trainer. Layer: servers.
 """
 
 import json
 import logging
-import select
 import socket
-import threading
-import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
@@ -22,159 +17,25 @@ import torch
 import torch.distributed as dist
 
 from ..comm.channels import GlooChannel, cause
-from .handshake import Refused, Visitor, greet, receive, send
+from .handshake import ServerInfo, receive, send
+from .listener import WaitingServer, own_address
 
 logger = logging.getLogger(__name__)
-HANDSHAKE_SECONDS = 10.0  # that a visitor may take to say who it is
-_HANDSHAKES = 16  # at once: strangers must not use up the trainer's files
+BUILD_SECONDS = 10.0  # for an invited server to answer, and for all sides to build a bridge
+STEP_SECONDS = 1800.0  # how much later than others one trainer may reach a step boundary
+_FOREVER_SECONDS = 30 * 86400.0  # a server waits for as long as its trainers live
+_ADDRESS_BYTES = 512  # a broadcast needs one length on all ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A server that proved itself and waits to be called.
+class RendezvousAddress:
+    """Where a group's first trainer accepts servers and stores what builds bridges.
 
     Args:
-        connection (`socket.socket`): Says what to do; its end ends the server.
-        visitor (`Visitor`): Who it is.
-    """
-
-    connection: socket.socket
-    visitor: Visitor
-
-    def alive(self) -> bool:
-        """Whether it still holds the connection."""
-        try:
-            heard = select.select([self.connection], [], [], 0)[0]
-            return not heard or self.connection.recv(1, socket.MSG_PEEK) != b""
-        except OSError:
-            return False
-
-    @staticmethod
-    def shut(connection: socket.socket) -> None:
-        """Have both sides see the end of a connection, whoever holds a copy of it."""
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-
-    def send_away(self) -> None:
-        """End the connection, also where a forked data loader worker holds a copy of it."""
-        self.shut(self.connection)
-        self.connection.close()
-
-
-class Listener:
-    """Takes servers in, on one interface, in a thread of its own.
-
-    Args:
-        host (`str`): Address of the interface.
-        token (`bytes`): What they must know.
-    """
-
-    def __init__(self, host: str, *, token: bytes) -> None:
-        self._socket, self._token = socket.create_server((host, 0)), token
-        self.host, self.port = host, int(self._socket.getsockname()[1])
-        self.waiting: deque[Waiting] = deque()
-        self._open, self._handshakes = True, threading.BoundedSemaphore(_HANDSHAKES)
-        threading.Thread(target=self._listen, name="longctx servers", daemon=True).start()
-
-    def _listen(self) -> None:
-        while self._open:
-            try:
-                connection, (address, *_) = self._socket.accept()
-            except OSError as error:  # closed, or the process may open no more files now
-                if self._open:
-                    logger.warning("a server could not be taken in: %s", error)
-                    time.sleep(0.1)
-                continue
-            if not self._handshakes.acquire(blocking=False):
-                connection.close()
-                continue
-            # each in a thread: one that stays silent must not keep others out
-            threading.Thread(target=self._take, args=(connection, address), daemon=True).start()
-
-    def _take(self, connection: socket.socket, address: str) -> None:
-        connection.settimeout(HANDSHAKE_SECONDS)
-        # It is shut at the end of that time, whatever came until then.
-        late = threading.Timer(HANDSHAKE_SECONDS, Waiting.shut, (connection,))
-        late.daemon = True
-        late.start()
-        try:
-            visitor = greet(connection, token=self._token)
-        except (Refused, OSError) as error:
-            logger.warning("a server from %s was turned down: %s", address, error)
-            connection.close()
-        else:
-            _keep_alive(connection)
-            self.waiting.append(Waiting(connection, visitor))
-            if not self._open:  # it came while the listener closed
-                self._send_all_away()
-        finally:
-            late.cancel()
-            self._handshakes.release()
-
-    def take(self, spawned: int | None = None) -> Waiting | None:
-        """The next server that waits (number `spawned`, if given); those that left are dropped."""
-        for waiting in list(self.waiting):
-            if not waiting.alive():
-                self.waiting.remove(waiting)
-                waiting.send_away()
-            elif spawned is None or waiting.visitor.spawned == spawned:
-                self.waiting.remove(waiting)
-                return waiting
-        return None
-
-    def close(self) -> None:
-        """Take nobody in any more; those that wait are sent away."""
-        self._open = False
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._socket.close()
-        self._send_all_away()
-
-    def _send_all_away(self) -> None:
-        with suppress(IndexError):  # none is left
-            while waiting := self.waiting.popleft():
-                with suppress(OSError):
-                    send(waiting.connection, {"what": "end"})
-                waiting.send_away()
-
-
-def connect(host: str, port: int) -> socket.socket:
-    """A server's connection to the trainers. Raises `OSError` where nobody listens."""
-    connection = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
-    _keep_alive(connection)
-    return connection
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Have the system notice within a minute that the other machine is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def own_address(toward: str) -> str:
-    """This machine's address on the interface that leads to `toward`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((toward, 9))  # a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])
-
-
-BUILD_SECONDS = 10.0  # that a server may take to come when called, and all to build a bridge
-STEP_SECONDS = 1800.0  # that one trainer may come later to a step boundary than another
-NEVER = 30 * 86400.0  # seconds: a server waits for its trainers as long as they live
-_ADDRESS = 512  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a group's first trainer takes servers in.
-
-    Args:
-        host (`str`): Of its interface.
-        port (`int`): Of its listener.
-        store_port (`int`): Of its store.
-        token (`str`): What servers must know.
+        host (`str`): Address of its interface.
+        port (`int`): Port of its listener.
+        store_port (`int`): Port of its store.
+        token (`str`): Token that servers must know.
     """
 
     host: str
@@ -184,36 +45,39 @@ class Address:
 
     @property
     def join(self) -> str:
-        """As `hf-longctx serve --join` takes it."""
+        """`HOST:PORT` for `hf-longctx serve --join`."""
         return f"{self.host}:{self.port}"
 
 
-def share(address: Address | None, peers: GlooChannel | None) -> Address:
-    """The first rank's address, on every rank of the group.
+def broadcast_address(
+    address: RendezvousAddress | None, peers: GlooChannel | None
+) -> RendezvousAddress:
+    """Send the first rank's address to every rank of the group.
 
     Args:
-        address (`Address`, *optional*): On the first rank.
-        peers (`GlooChannel`, *optional*): To the other ranks; `None` where a rank is alone.
+        address (`RendezvousAddress`, *optional*): Given on the first rank alone.
+        peers (`GlooChannel`, *optional*): Channel to the other ranks; `None` for a single rank.
     """
+    # As bytes: torch's broadcast of objects would pickle them.
     text = json.dumps(astuple(address)) if address else ""
-    data = torch.frombuffer(bytearray(text.ljust(_ADDRESS).encode()), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(text.ljust(_ADDRESS_BYTES).encode()), dtype=torch.uint8)
     if peers is not None:
         dist.broadcast(data, group=peers.group, group_src=0)
-    return Address(*json.loads(data.numpy().tobytes()))
+    return RendezvousAddress(*json.loads(data.numpy().tobytes()))
 
 
 def open_store(host: str, port: int | None = None, *, seconds: float) -> dist.TCPStore:
-    """The store over which a group's bridges are built.
+    """Open the store over which a group's bridges are built.
 
     Args:
-        host (`str`): Where it listens.
-        port (`int`, *optional*): Of a store that runs; by default one is started on that host.
+        host (`str`): Address of the interface it listens on.
+        port (`int`, *optional*): Port of a running store; by default one is started here.
         seconds (`float`): Longest wait for a key.
     """
     timeout = timedelta(seconds=seconds)
     if port is not None:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    listening = socket.create_server((host, 0))  # by itself the store would listen on all
+    listening = socket.create_server((host, 0))  # a store's own socket listens on all interfaces
     return dist.TCPStore(
         host, int(listening.getsockname()[1]), is_master=True, wait_for_workers=False,
         timeout=timeout, master_listen_fd=listening.detach(),
@@ -221,19 +85,19 @@ def open_store(host: str, port: int | None = None, *, seconds: float) -> dist.TC
 
 
 class Bridge(GlooChannel):
-    """The ranks of a group and one server, which comes after them.
+    """A channel between the ranks of a group and one server, which is numbered after them.
 
     Args:
-        store (`dist.Store`): All of them, and no others, build on it.
-        rank (`int`): This process.
-        ranks (`int`): Ranks of the group.
+        store (`dist.Store`): Store on which exactly these processes build.
+        rank (`int`): Number of this process.
+        ranks (`int`): Ranks of the group, and so the server's number.
         host (`str`, *optional*): Address of the interface to use.
-        interface (`str`, *optional*): Its name instead.
-        build_seconds (`float`): Longest wait for the others to come.
+        interface (`str`, *optional*): Name of the interface, instead of its address.
+        build_seconds (`float`): Longest wait for the other processes.
         timeout (`float`): Seconds that one exchange may take.
 
     Raises:
-        RuntimeError: where one of them did not come.
+        RuntimeError: if one of the processes does not come in time.
     """
 
     def __init__(
@@ -247,6 +111,7 @@ class Bridge(GlooChannel):
         build_seconds: float,
         timeout: float,
     ) -> None:
+        # Built by hand: new_group() would need the server to be part of the default group.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = timedelta(seconds=build_seconds), 1
         at = {"interface": interface} if interface else {"hostname": host}
@@ -255,18 +120,18 @@ class Bridge(GlooChannel):
         super().__init__(group, timeout=timeout)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Give up the connections; whoever waits on them sees them closed."""
-        del self.group
+        """Close the connections. Whoever waits on them gets an error."""
+        del self.group  # torch knows nothing of this group, so nothing is left to destroy
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where a group's trainers build bridges, and as whom.
+class Rendezvous:
+    """One trainer's part in building its group's bridges.
 
     Args:
-        store (`dist.TCPStore`): Theirs.
-        host (`str`): This process's address.
-        rank (`int`): This rank.
+        store (`dist.TCPStore`): Store of the group.
+        host (`str`): Address of this process.
+        rank (`int`): Rank of this process.
         ranks (`int`): Ranks of the group.
         timeout (`float`): Seconds that an exchange with a server may take.
     """
@@ -277,22 +142,22 @@ class Meeting:
     ranks: int
     timeout: float
 
-    def call(self, name: str, waiting: Waiting | None) -> None:
-        """The first rank asks a server to come, and tells the others whether it does."""
-        came = ""
+    def invite(self, name: str, waiting: WaitingServer | None) -> None:
+        """Invite a server to bridge `name`; tell all ranks whether it comes. First rank only."""
+        answer = ""
         if waiting is not None:
-            with suppress(OSError, RuntimeError):
-                called = {"bridge": name, "store": self.store.port, "ranks": self.ranks}
-                send(waiting.connection, called)
-                limit = timedelta(seconds=BUILD_SECONDS)
-                self.store.wait([f"{name}/ready"], limit)
-                came = json.dumps(asdict(waiting.visitor))
-        self.store.set(f"{name}/go", came)
+            with suppress(OSError, RuntimeError):  # it is gone, or did not answer in time
+                invitation = {"bridge": name, "store": self.store.port, "ranks": self.ranks}
+                send(waiting.connection, invitation)
+                self.store.wait([f"{name}/ready"], timedelta(seconds=BUILD_SECONDS))
+                answer = json.dumps(asdict(waiting.info))
+        # Set in every case: the other ranks wait for this key.
+        self.store.set(f"{name}/go", answer)
 
-    def build(self, name: str) -> tuple[Bridge, Visitor] | None:
-        """The bridge, once the first rank has called; `None` where not every rank has it."""
-        who = self.store.get(f"{name}/go")
-        if not who:
+    def build(self, name: str) -> tuple[Bridge, ServerInfo] | None:
+        """Build bridge `name` once its server was invited; `None` unless every rank succeeds."""
+        info = self.store.get(f"{name}/go")
+        if not info:
             return None
         bridge: Bridge | None = None
         try:
@@ -301,40 +166,47 @@ class Meeting:
                 host=self.host, build_seconds=BUILD_SECONDS, timeout=self.timeout,
             )  # fmt: skip
         except RuntimeError as error:
-            logger.warning("a bridge could not be built: %s", cause(error))
+            logger.warning("could not build a bridge: %s", cause(error))
+        # Plans depend on the servers, so ranks agree: one that failed makes all give the bridge up.
         self.store.set(f"{name}/built/{self.rank}", "0" if bridge is None else "1")
         built = [self.store.get(f"{name}/built/{rank}") for rank in range(self.ranks)]
-        if bridge is None or b"0" in built:
-            if bridge is not None:
-                bridge.close()
-            return None
-        return bridge, Visitor(**json.loads(who))
+        if bridge is not None and b"0" not in built:
+            return bridge, ServerInfo(**json.loads(info))
+        if bridge is not None:
+            bridge.close()
+        return None
 
 
-def answer_call(
+def accept_invitation(
     connection: socket.socket, *, host: str, interface: str = ""
 ) -> tuple[Bridge, int] | None:
-    """The server's side: wait to be called, come, and build the bridge.
+    """Wait for an invitation and build the bridge, on the server's side.
+
+    Args:
+        connection (`socket.socket`): Control connection to the group's first trainer.
+        host (`str`): Address of that trainer.
+        interface (`str`, *optional*): Network interface for the bridge; by default the one that
+            leads to `host`.
 
     Returns:
-        The bridge and the ranks of the group; `None` where the trainers ended without calling.
+        The bridge and the number of ranks; `None` if the training ended without an invitation.
 
     Raises:
-        OSError: where the connection is lost.
-        RuntimeError: where the bridge could not be built.
+        OSError: if the connection is lost.
+        RuntimeError: if the bridge cannot be built.
     """
-    connection.settimeout(None)
-    called = receive(connection)
-    if "bridge" not in called:
+    connection.settimeout(None)  # the next step may be an hour away
+    invitation = receive(connection)
+    if "bridge" not in invitation:
         return None
-    name, ranks = called["bridge"], called["ranks"]
-    store = open_store(host, called["store"], seconds=BUILD_SECONDS)
+    name, ranks = invitation["bridge"], invitation["ranks"]
+    store = open_store(host, invitation["store"], seconds=BUILD_SECONDS)
     store.set(f"{name}/ready", "1")
     if not store.get(f"{name}/go"):
         raise RuntimeError("the trainers waited too long for this server; start it again")
     bridge = Bridge(
         dist.PrefixStore(name, store), rank=ranks, ranks=ranks,
         host=own_address(host), interface=interface,
-        build_seconds=BUILD_SECONDS, timeout=NEVER,
+        build_seconds=BUILD_SECONDS, timeout=_FOREVER_SECONDS,
     )  # fmt: skip
     return bridge, ranks

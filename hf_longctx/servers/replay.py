@@ -1,16 +1,15 @@
-"""An accumulation window that lost an attention server -> the same window, run without it.
+"""Run an accumulation window again when it lost an attention server.
 
-Layer: servers. A mixin, part of `LongCtxTrainerMixin`. What a lost server owes is NaN, so its
-window is poisoned, on all trainers once gradients are reduced. Before the optimizer step trainers
-tell each other what they lost; where it is anything, the window's gradients, losses and counts go,
-random state comes back, and its micro-batches run again under plans without the lost servers. A
-NaN of another origin stays what it is. Runs without servers pay nothing.
+What a lost server owes arrives as NaN, so gradient reduction carries it to all trainers. Before the
+optimizer step the trainers tell each other which servers they lost. If there are any, they discard
+the window's gradients, losses and counts, restore random state, and run its micro-batches again
+under plans without these servers. A NaN of another origin stays. A run without servers pays
+nothing. Layer: servers.
 """
 
 import copy
 import logging
 import random
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,14 +20,13 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..data.batch import KEY, SavedAttention
-from .groups import MOST_SERVERS
-from .manager import Servers
+from .server_pool import MAX_SERVERS, ServerPool
 
 logger = logging.getLogger(__name__)
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
-# What micro-batches add to: Trainer's loss, our report, and TRL's metrics and count of tokens.
+# Attributes that micro-batches add to: Trainer's loss, our report, TRL's metrics and token count.
 _COUNTS = ("_tr_loss", "_report", "_metrics", "_total_train_tokens")
 
 
@@ -56,7 +54,7 @@ class _RandomState:
 
 @dataclass(slots=True)
 class _AccumulationWindow:
-    """Micro-batches since the last optimizer step, and what stood before the first of them."""
+    """The micro-batches since the last optimizer step, and the state before the first of them."""
 
     random: _RandomState
     counts: dict[str, Any]
@@ -66,40 +64,58 @@ class _AccumulationWindow:
 
     @classmethod
     def begin(cls, trainer: Any) -> "_AccumulationWindow":
-        kept = {name: getattr(trainer, name) for name in _COUNTS if hasattr(trainer, name)}
-        return cls(_RandomState.now(), copy.deepcopy(kept))
+        counts = {name: getattr(trainer, name) for name in _COUNTS if hasattr(trainer, name)}
+        return cls(_RandomState.now(), copy.deepcopy(counts))
 
     def rewind(self, trainer: Any, model: nn.Module) -> None:
-        """As if none of the micro-batches had run; callable more than once."""
+        """Undo all micro-batches. May be called more than once."""
         model.zero_grad()
         self.random.restore()
+        # A copy each time: the replay adds to what it finds, and may have to be undone as well.
         for name, value in copy.deepcopy(self.counts).items():
             setattr(trainer, name, value)
         for inputs, _, _ in self.steps:
             for part in inputs[KEY].parts:
-                part.saved = SavedAttention()
+                part.saved = SavedAttention()  # its results were computed with the lost server
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowStatus:
+    """What the trainers know together at the end of a window.
+
+    Args:
+        any_lost (`bool`): A trainer of some group lost a server.
+        lost (`frozenset[int]`): Servers that this group lost.
+        joining (`bool`): A server waits to join this group.
+    """
+
+    any_lost: bool
+    lost: frozenset[int]
+    joining: bool
 
 
 class ReplayMixin(_Base):
-    """Runs a Trainer's accumulation window again where it lost a server.
+    """Replays a Trainer's accumulation window when it lost a server; see `LongCtxTrainerMixin`.
 
-    The window is kept here, not by `get_batch_samples`: that is called before Trainer restores
-    random state on a resume, and at the end of a stream a window spans two of its calls.
+    Attributes:
+        longctx_replayed (`int`): Windows that were run again.
     """
 
-    longctx_servers: Servers
-    longctx_replayed = 0  # windows that ran again
-    _window: _AccumulationWindow | None = None  # under way
+    longctx_servers: ServerPool
+    longctx_replayed = 0
+    # Kept by training_step and not by get_batch_samples: Trainer calls that one before it restores
+    # random state on a resume, and at the end of a stream a window spans two of its calls.
+    _window: _AccumulationWindow | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; a window that an earlier call left unfinished is forgotten."""
+        """Train as Trainer does, without a window that an earlier call left unfinished."""
         self._window = None
         return super().train(*args, **kwargs)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
-        """One micro-batch; the last of a window returns once no server was lost in it."""
+        """Run one micro-batch. The last of a window returns once the window lost no server."""
         servers = self.longctx_servers
         if not servers.count:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
@@ -109,78 +125,67 @@ class ReplayMixin(_Base):
         window = self._window
         window.steps.append((dict(inputs), args, kwargs))  # a step may change its dictionary
         loss = super().training_step(model, inputs, *args, **kwargs)
-        if not self.accelerator.sync_gradients:  # a loss that is known to be void is not shown
+        if not self.accelerator.sync_gradients:
+            # A NaN that will be discarded must not reach Trainer's nan filter or the log.
             return torch.zeros_like(loss) if servers.lost else loss
-        news = self._tell(servers)
-        while news.anywhere:
-            self._do_without(servers, news.mine)
-            loss = self._run_again(model, window)
-            news = self._tell(servers)
+        # A server may be lost in the replay too, so the trainers ask each other again.
+        while (status := self._gather_status(servers)).any_lost:
+            self._drop_lost(servers, status.lost)
+            loss = self._replay(model, window)
         self._window = None
-        if news.joining and len(servers.speeds) < MOST_SERVERS:
+        if status.joining and len(servers.speeds) < MAX_SERVERS:
             servers.admit()
         return loss
 
-    def _tell(self, servers: Servers) -> "_News":
-        """What all trainers found lost, and whether a server waits; one small collective."""
-        mine = [sum(1 << number for number in servers.lost), servers.joining()]
-        sent = torch.tensor([mine], dtype=torch.int64, device=self.accelerator.device)
+    def _gather_status(self, servers: ServerPool) -> _WindowStatus:
+        """Exchange with all trainers what each one lost; one small collective."""
+        own = [sum(1 << number for number in servers.lost), servers.joining()]
+        sent = torch.tensor([own], dtype=torch.int64, device=self.accelerator.device)
         rows: list[list[int]] = self.accelerator.gather(sent).tolist()
         group = self.longctx_group
-        ours = rows[group.index * group.size :][: group.size]
-        lost = {n for n in range(MOST_SERVERS) for mask, _ in ours if mask >> n & 1}
-        return _News(any(mask for mask, _ in rows), frozenset(lost), ours[0][1] > 0)
+        in_group = rows[group.index * group.size :][: group.size]
+        lost = {n for n in range(MAX_SERVERS) for mask, _ in in_group if mask >> n & 1}
+        # Other groups replay as well: their gradients were reduced together with the NaN.
+        any_lost = any(mask for mask, _ in rows)
+        return _WindowStatus(any_lost, frozenset(lost), in_group[0][1] > 0)
 
-    def _do_without(self, servers: Servers, numbers: frozenset[int]) -> None:
-        """Drop the group's lost servers, and say so once per group."""
-        if not numbers:
+    def _drop_lost(self, servers: ServerPool, lost: frozenset[int]) -> None:
+        """Drop the group's lost servers, and log it once per group."""
+        if not lost:
             return
-        servers.drop(numbers)
+        servers.drop(lost)
         if self.longctx_group.rank == 0:
             left = len(servers.speeds)
             logger.warning(
                 "group %d lost %d attention server(s) in step %d, which runs again %s",
                 self.longctx_group.index,
-                len(numbers),
+                len(lost),
                 self.state.global_step + 1,
-                f"with the {left} left" if left else "in place, as all steps from now on do",
+                f"with the {left} left" if left else "without servers, as do all later steps",
             )
 
-    def _run_again(self, model: nn.Module, window: _AccumulationWindow) -> Tensor:
-        """All micro-batches of the window; returns the loss of the last, as Trainer expects."""
+    def _replay(self, model: nn.Module, window: _AccumulationWindow) -> Tensor:
+        """Run all micro-batches of the window again; return the loss of the last one."""
         self.longctx_replayed += 1
         window.rewind(self, model)
         state = self.accelerator.gradient_state
         *before, last = window.steps
         for inputs, args, kwargs in before:
+            # Trainer's own loop does both for every micro-batch but the last, and is not run here.
             state._set_sync_gradients(False)
-            with self._without_reduction(model)():
+            with self._without_reduction(model):
                 self._tr_loss += super().training_step(model, dict(inputs), *args, **kwargs)
         state._set_sync_gradients(True)
         inputs, args, kwargs = last
         loss: Tensor = super().training_step(model, dict(inputs), *args, **kwargs)
         return loss
 
-    def _without_reduction(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-        """What Trainer runs micro-batches in whose gradients are not reduced yet."""
+    def _without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context of a micro-batch whose gradients are not reduced yet, as Trainer's."""
         if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
-            return nullcontext
-        if self.is_distributed_loading_by_transformers:  # native FSDP2, which Accelerate knows not
-            defer: Callable[[], AbstractContextManager[Any]] = self._defer_fsdp_gradient_reduction
-            return defer
-        return lambda: self.accelerator.no_sync(model=model)
-
-
-@dataclass(frozen=True, slots=True)
-class _News:
-    """What trainers told each other at the end of a window.
-
-    Args:
-        anywhere (`bool`): Some trainer of any group lost a server.
-        mine (`frozenset[int]`): Those that this group lost.
-        joining (`bool`): A server waits to join this group.
-    """
-
-    anywhere: bool
-    mine: frozenset[int]
-    joining: bool
+            return nullcontext()
+        if self.is_distributed_loading_by_transformers:  # FSDP2 that Accelerate did not set up
+            deferred: AbstractContextManager[Any] = self._defer_fsdp_gradient_reduction()
+            return deferred
+        unreduced: AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
+        return unreduced

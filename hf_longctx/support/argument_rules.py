@@ -1,34 +1,33 @@
-"""A run's flags and its attention name -> refusal of flags that the name does not look at.
+"""Decide which training arguments run exactly, and which flags an attention name does not use.
 
 Layer: support.
-Training arguments -> a refusal of those under which numbers would be wrong.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from .model_rules import NESTED, Rule, raise_if_broken
+from .rules import NESTED, Rule, field_except, validate_rules
 
-_LOOKED_AT = (  # field, default, names that look at it, why others do not
-    ("longctx_topology", "auto", NESTED, "its plans know no domains"),
-    ("longctx_ulysses_size", 1, NESTED, "its plans know no domains"),
+_USED_BY = (  # flag, default, names that use it, why the others do not
+    ("longctx_topology", "auto", NESTED, "its plans do not use domains of ranks"),
+    ("longctx_ulysses_size", 1, NESTED, "its plans do not use domains of ranks"),
     ("longctx_scan", "auto", ("zeco_linear",), "it runs no recurrent layers"),
     ("longctx_softmax", "distca", ("zeco_linear",), "it runs all softmax layers itself"),
 )
 
 
 def validate_unread_flags(arguments: Any, *, name: str, algorithm: str) -> None:
-    """Refuse flags that would change nothing.
+    """Raise for flags that would change nothing.
 
     Args:
-        arguments: What has the `longctx_*` fields.
+        arguments: Anything with the `longctx_*` fields.
         name (`str`): The attention name.
-        algorithm (`str`): Who plans its softmax layers.
+        algorithm (`str`): The algorithm that plans its softmax layers.
 
     Raises:
-        ValueError: naming the flag, its value, the rule and the remedy.
+        ValueError: Names the flag, its value, the rule and the remedy.
     """
-    for flag, default, names, why in _LOOKED_AT:
+    for flag, default, names, why in _USED_BY:
         value = getattr(arguments, flag)
         if value != default and not {name, algorithm} & {*names}:
             raise ValueError(
@@ -37,30 +36,18 @@ def validate_unread_flags(arguments: Any, *, name: str, algorithm: str) -> None:
             )
 
 
-def _unless(field: str, *allowed: object) -> Callable[[Any], object]:
-    """The field's value, unless it is one of those allowed."""
-
-    def found(arguments: Any) -> object:
-        value = getattr(arguments, field, allowed[0])
-        return None if value in allowed else f"{field}={value}"
-
-    return found
-
-
 def _accelerator_flag(name: str) -> Callable[[Any], object]:
-    def found(arguments: Any) -> object:
+    def find(arguments: Any) -> object:
         config = getattr(arguments, "accelerator_config", None)
         return f"accelerator_config.{name}=True" if getattr(config, name, False) else None
 
-    return found
+    return find
 
 
 def _batch_size(arguments: Any) -> object:
-    for field in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        value = getattr(arguments, field, 1)
-        if value != 1:
-            return f"{field}={value}"
-    return None
+    sizes = (f"per_device_{kind}_batch_size" for kind in ("train", "eval"))
+    found = ((name, getattr(arguments, name, 1)) for name in sizes)
+    return next((f"{name}={size}" for name, size in found if size != 1), None)
 
 
 def _losses_in_metrics(arguments: Any) -> object:
@@ -68,7 +55,7 @@ def _losses_in_metrics(arguments: Any) -> object:
     return f"include_for_metrics={wanted}" if "loss" in wanted else None
 
 
-# What a DeepSpeed configuration may set: each leaves losses, gradients and steps as they are.
+# Keys of a DeepSpeed configuration that leave losses, gradients and steps as they are.
 _DEEPSPEED_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "gradient_clipping", "bf16", "fp16", "zero_optimization", "zero_allow_untested_optimizer",
@@ -77,10 +64,10 @@ _DEEPSPEED_KEYS = {
 
 
 def _deepspeed(arguments: Any) -> object:
-    """The first part of a DeepSpeed configuration that is not known to be exact."""
+    """Find the first part of a DeepSpeed configuration that is not known to be exact."""
     plugin, given = (getattr(arguments, x, None) for x in ("deepspeed_plugin", "deepspeed"))
     config = plugin.deepspeed_config if plugin else given
-    if not isinstance(config, dict):  # a file, before the plugin has read it
+    if not isinstance(config, dict):  # a path; the plugin's copy is checked once it is read
         return None
     zero = config.get("zero_optimization", {})
     if zero.get("stage", 0) not in (0, 1, 2):
@@ -95,25 +82,31 @@ def _deepspeed(arguments: Any) -> object:
     return f"deepspeed keys {others}" if others else None
 
 
-def _servers_under_deepspeed(arguments: Any) -> object:
-    servers = getattr(arguments, "longctx_servers", 0)
-    engines = (getattr(arguments, name, None) for name in ("deepspeed", "deepspeed_plugin"))
-    deepspeed = any(engine is not None for engine in engines)
-    return f"longctx_servers={servers}" if servers and deepspeed else None
+def _with_servers(find: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Make a finder of what is refused only beside attention servers."""
+
+    def found(arguments: Any) -> object:
+        servers, value = getattr(arguments, "longctx_servers", 0), find(arguments)
+        return f"longctx_servers={servers}, {value}" if servers and value else None
+
+    return found
 
 
-def _servers_with_nan_alarm(arguments: Any) -> object:
-    servers, debug = (getattr(arguments, n, None) for n in ("longctx_servers", "debug"))
-    named = [getattr(option, "value", option) for option in debug or ()]
-    alarm = "underflow_overflow" in named
-    return f"longctx_servers={servers}, debug=underflow_overflow" if servers and alarm else None
+def _any_deepspeed(arguments: Any) -> object:
+    names = ("deepspeed", "deepspeed_plugin")
+    return next((f"{n} is set" for n in names if getattr(arguments, n, None) is not None), None)
 
 
-def _servers_with_early_steps(arguments: Any) -> object:
-    servers = getattr(arguments, "longctx_servers", 0)
+def _nan_alarm(arguments: Any) -> object:
+    options = getattr(arguments, "debug", None) or ()  # enums, once the arguments are made
+    named = [getattr(option, "value", option) for option in options]
+    return "debug=underflow_overflow" if "underflow_overflow" in named else None
+
+
+def _steps_in_backward(arguments: Any) -> object:
     optimizer = str(getattr(arguments, "optim", "")).rpartition(".")[2].lower()
     early = "lomo" in optimizer or optimizer.endswith("layerwise")
-    return f"longctx_servers={servers}, optim={optimizer}" if servers and early else None
+    return f"optim={optimizer}" if early else None
 
 
 def _too_many_devices(arguments: Any) -> object:
@@ -130,8 +123,8 @@ def _wrapped(arguments: Any) -> object:
 ARGUMENT_RULES: tuple[Rule, ...] = (
     Rule(
         "label smoothing",
-        _unless("label_smoothing_factor", 0, 0.0),
-        "Trainer's smoother shifts labels again inside a rank's share",
+        field_except("label_smoothing_factor", 0, 0.0),
+        "Trainer's smoother shifts labels a second time, inside one rank's tokens",
         "set it to 0.0",
     ),
     Rule(
@@ -142,7 +135,7 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "loss not averaged over devices",
-        _unless("average_tokens_across_devices", True),
+        field_except("average_tokens_across_devices", True),
         "the loss is the mean over all trainers' tokens",
         "leave it at True",
     ),
@@ -154,8 +147,8 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "automatic batch size",
-        _unless("auto_find_batch_size", False),
-        "a restart would change the steps of some ranks only",
+        field_except("auto_find_batch_size", False),
+        "a restart would change the steps of only some ranks",
         "set --longctx_max_tokens_per_rank to what fits",
     ),
     Rule(
@@ -166,20 +159,20 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "other sampling strategies",
-        _unless("train_sampling_strategy", "random", "sequential"),
-        "packs are chosen by hf_longctx",
+        field_except("train_sampling_strategy", "random", "sequential"),
+        "hf_longctx chooses the documents of each batch",
         "use random or sequential",
     ),
     Rule(
         "metrics of each batch",
-        _unless("batch_eval_metrics", False),
-        "a batch holds parts of several documents, so metrics are computed of the whole set",
+        field_except("batch_eval_metrics", False),
+        "a batch holds parts of several documents, so metrics need the whole set",
         "leave it at False and reduce logits in preprocess_logits_for_metrics",
     ),
     Rule(
         "predictions as lists",
-        _unless("eval_do_concat_batches", True),
-        "predictions are put together by document, not by batch",
+        field_except("eval_do_concat_batches", True),
+        "predictions are joined by document, not by batch",
         "leave it at True",
     ),
     Rule(
@@ -190,65 +183,65 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "NEFTune",
-        _unless("neftune_noise_alpha", None, 0, 0.0),
-        "its noise is scaled by the rows of a rank, not by a document's length",
+        field_except("neftune_noise_alpha", None, 0, 0.0),
+        "its noise is scaled by the number of a rank's tokens, not by a document's length",
         "leave it out",
     ),
     Rule(
         "float16",
-        _unless("fp16", False),
-        "the CPU kernels take float32, bf16 and float64 alone",
+        field_except("fp16", False),
+        "the CPU kernels take only float32, bf16 and float64",
         "use bf16=True",
     ),
     Rule(
         "wrapped packing",
         _wrapped,
         "it cuts anywhere and keeps no boundaries, so documents would see each other",
-        "use bfd_split or bfd, or no packing: hf_longctx packs by itself",
+        "use bfd_split or bfd, or no packing: hf_longctx packs itself",
     ),
     Rule(
         "generation as prediction",
-        _unless("predict_with_generate", False),
-        "batches hold parts of several documents, no prompts",
+        field_except("predict_with_generate", False),
+        "batches hold parts of several documents, not prompts",
         "leave it out and call generate in a callback or in compute_metrics",
     ),
     Rule(
         "torch.compile",
-        _unless("torch_compile", False),
+        field_except("torch_compile", False),
         "exchanges cannot be traced yet",
         "leave it at False",
     ),
     Rule(
         "DeepSpeed beyond ZeRO 0, 1 and 2",
         _deepspeed,
-        "only those stages, without offloading and optimizers of DeepSpeed, are shown to be exact",
-        "set zero_optimization.stage to 0, 1 or 2, leave the rest out, and choose --optim",
+        "only those stages are known to be exact, without offloading and DeepSpeed's optimizers",
+        "set zero_optimization.stage to 0, 1 or 2, leave the other keys out, and choose --optim",
     ),
     Rule(
         "attention servers under DeepSpeed",
-        _servers_under_deepspeed,
-        "its engine steps within backward, so a step that lost a server cannot be run again",
+        _with_servers(_any_deepspeed),
+        "its engine steps within backward, so a step that lost a server cannot be replayed",
         "leave longctx_servers at 0, or leave DeepSpeed out",
     ),
     Rule(
         "attention servers and debug=underflow_overflow",
-        _servers_with_nan_alarm,
-        "what a lost server owes is NaN until its step runs again, which that option ends",
+        _with_servers(_nan_alarm),
+        "results of a lost server are NaN until the step is replayed, and that option stops at NaN",
         "leave longctx_servers at 0, or leave debug out",
     ),
     Rule(
         "attention servers and optimizers that step within backward",
-        _servers_with_early_steps,
-        "a step that lost a server could not be run again",
+        _with_servers(_steps_in_backward),
+        "a step that lost a server cannot be replayed",
         "leave longctx_servers at 0, or use another --optim, as adamw_torch",
     ),
 )
 
 
 def validate_arguments(arguments: Any) -> None:
-    """Refuse training arguments under which numbers would be wrong.
+    """Raise for training arguments under which results would be wrong.
 
     Raises:
-        ValueError: with every rule that applies.
+        ValueError: With every rule that applies.
     """
-    raise_if_broken(ARGUMENT_RULES, arguments)
+    validate_rules(ARGUMENT_RULES, arguments)

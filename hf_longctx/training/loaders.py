@@ -20,7 +20,7 @@ from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
 from ..data.validate import validate_documents
 from ..planning.layouts.levels import Levels
-from ..servers.groups import Group
+from .groups import Group
 
 _PEEK = 8  # rows of a stream that trainers compare before the first step
 

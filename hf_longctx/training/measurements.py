@@ -16,7 +16,6 @@ import logging
 import os
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from ..planning.layouts.levels import Levels
 from ..planning.predict.predict import BACKWARD, Auto, Machine
 from ..planning.predict.scan_schedule import NeighbourLink, Sizes
 from ..planning.program.counts import Widths
+from ..version import VERSION
 
 
 def cost_file(*, device: str, dtype: str, heads: int, kv_heads: int, head_dim: int) -> Path:
@@ -43,12 +43,8 @@ def cost_file(*, device: str, dtype: str, heads: int, kv_heads: int, head_dim: i
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
-    try:
-        ours = version("hf-longctx")
-    except PackageNotFoundError:  # a source tree that is not installed
-        ours = "0"
     shape = f"{heads}-{kv_heads}-{head_dim}"
-    return cache / "hf_longctx" / f"costs-{name}-{dtype}-{shape}-{ours}.json".replace(" ", "_")
+    return cache / "hf_longctx" / f"costs-{name}-{dtype}-{shape}-{VERSION}.json".replace(" ", "_")
 
 
 def save(table: CostTable, path: Path) -> None:

@@ -20,7 +20,7 @@ from ..data.documents import IGNORE
 from ..planning.layouts.layout import cut
 from ..recurrent.prepare import recurrent_layers
 from ..runtime.executor import Runtime
-from ..support.trainer_rules import (
+from ..support.model_rules import (
     BYPASSED,
     IGNORES_POSITIONS,
     IGNORES_TARGETS,

@@ -4,6 +4,7 @@ Layer: training. A mixin, part of `LongCtxTrainerMixin`: it ties each batch to t
 channel, has the ranks compare its plan, and reports balance, bytes and waiting time.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +14,11 @@ from transformers import Trainer
 from ..attention.spec import layer_configs, layer_kinds, layer_widths
 from ..comm.topology import Topology
 from ..data.batch import KEY, LongCtxBatch
-from ..planning.layouts.cost import CostTable
+from ..planning.layouts.cost import CostTable, LayerKind
 from ..planning.predict.predict import Auto
 from ..planning.predict.scan_schedule import NeighbourLink, Sizes
-from ..planning.program.counts import by_level
+from ..planning.program.counts import Widths, by_level, peak_bytes
 from ..runtime.pingpong import log_unsplit
-from ..servers.manager import limit_memory
 from .checks import WatchedStep, validate_positions
 from .measurements import BY_LINK, find_link, log_choices, log_scans
 from .report import LEVEL, StepReport, summary
@@ -64,7 +64,7 @@ class StepsMixin(_Base):
         if speeds and self.args.longctx_server_memory is not None:
             configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
             widths = (layer_widths(config, dtype=dtype) for config in configs)
-            limit_memory(
+            limit_server_memory(
                 batch,
                 algorithm=self.longctx_algorithm,
                 layers=list(zip(layer_kinds(self.model.config), widths, strict=True)),
@@ -160,3 +160,54 @@ class StepsMixin(_Base):
         """What the run did: see `training.report.summary`."""
         spanning = self._spanning + self._report.spanning
         return summary(self.state.log_history, ranks=self.longctx_group.size, spanning=spanning)
+
+
+_FIT = 0.9  # below 1, since the bytes of a server do not fall in proportion to its speed
+
+
+def limit_server_memory(
+    batch: LongCtxBatch,
+    *,
+    algorithm: str,
+    layers: Sequence[tuple[LayerKind, Widths]],
+    limit: int,
+) -> None:
+    """Lower `batch.speeds` until no server holds more than `limit` bytes.
+
+    A plan gives a server work by its speed, so a server short of memory is planned as a slower one.
+    Every rank finds the same speeds.
+
+    Args:
+        batch (`LongCtxBatch`): Batch with the speeds of its servers.
+        algorithm (`str`): Attention name.
+        layers (`Sequence[tuple[LayerKind, Widths]]`): Kind and row sizes of each layer.
+        limit (`int`): Bytes of queries, keys, values and results of one layer.
+    """
+    while True:
+        peaks = [
+            _server_peak(batch, number, algorithm=algorithm, layers=layers)
+            for number in range(len(batch.speeds))
+        ]
+        if not peaks or max(peaks) <= limit:
+            return
+        batch.speeds = tuple(
+            speed if peak <= limit else speed * _FIT * min(limit / peak, 1.0)
+            for speed, peak in zip(batch.speeds, peaks, strict=True)
+        )
+
+
+def _server_peak(
+    batch: LongCtxBatch, number: int, *, algorithm: str, layers: Sequence[tuple[LayerKind, Widths]]
+) -> int:
+    """Return the bytes that a server holds in its largest layer and direction."""
+    process = batch.layout.ranks + number  # servers are numbered after the ranks
+    programs = {
+        (part.plan(algorithm, kind).program(process), widths)
+        for part in batch.parts
+        for kind, widths in layers
+    }
+    return max(
+        peak_bytes(program, widths, backward=backward)
+        for program, widths in programs
+        for backward in (False, True)
+    )

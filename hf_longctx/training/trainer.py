@@ -22,7 +22,6 @@ from ..planning.layouts.levels import Levels
 from ..planning.predict.predict import Auto
 from ..recurrent.prepare import prepare
 from ..runtime.pingpong import run_in_halves
-from ..servers.groups import find_group, join, servers_for, widen
 from ..servers.replay import ReplayMixin
 from ..support import (
     NAMES,
@@ -43,6 +42,7 @@ from .checks import (
     validate_positions,
 )
 from .evaluation import EvaluationMixin, validate_loss
+from .groups import add_channels, find_group, make_runtime, make_server_pool
 from .loaders import Loaders
 from .measurements import find_auto, shared_costs
 from .probe import probe, uses_all_parameters
@@ -100,8 +100,10 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             self._restore_name(self.args, source="the training arguments")
         self._position_limit = position_limit(self.model)
         self._check_data()
-        self.longctx_runtime = join(self.longctx_group, default_seconds=self.args.ddp_timeout)
-        self.longctx_servers = servers_for(
+        self.longctx_runtime = make_runtime(
+            self.longctx_group, default_seconds=self.args.ddp_timeout
+        )
+        self.longctx_servers = make_server_pool(
             self.longctx_runtime, self.longctx_group, self.args, name=self.longctx_attention
         )
         self.longctx_costs = shared_costs(
@@ -229,7 +231,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             validate_domains(self.longctx_topology, size=self.args.longctx_ulysses_size)
             if isinstance(channel, GlooChannel):
                 channels, device = self.longctx_topology.levels.channels, self.accelerator.device
-                widen(channel, self.longctx_group, channels=channels, device=device)
+                add_channels(channel, self.longctx_group, channels=channels, device=device)
             if self.longctx_algorithm == "charm" and self.args.longctx_topology == "auto":
                 self.longctx_auto = find_auto(
                     self.longctx_topology, channel, model=self.model, arguments=self.args

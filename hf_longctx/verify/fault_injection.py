@@ -13,13 +13,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -108,7 +108,8 @@ def verify_fault(trial: Trial) -> dict[str, Any]:
         finally:
             left = _processes_of(folder, seconds=ORPHAN_SECONDS)
             for process in left:
-                process.kill()
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         if ended.returncode:
             raise RankError(f"the trainers ended with {ended.returncode}\n{ended.stdout[-4000:]}")
         calm, struck = json.loads((Path(folder) / "runs.json").read_text())
@@ -154,18 +155,29 @@ def _launch(folder: str, *, ranks: int) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def _processes_of(folder: str, *, seconds: float) -> list[psutil.Process]:
-    """Processes with the folder in their command line that do not end within so many seconds."""
+def _processes_of(folder: str, *, seconds: float) -> list[int]:
+    """Find processes with the folder in their command line that do not end within `seconds`."""
     end = time.monotonic() + seconds
     while True:
-        found = [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if any(folder in word for word in process.info["cmdline"] or ())
-        ]
+        found = [process for process, line in _command_lines() if folder in line]
         if not found or time.monotonic() > end:
             return found
         time.sleep(0.1)
+
+
+def _command_lines() -> Iterator[tuple[int, str]]:
+    """Yield number and command line of every process of this machine."""
+    if not Path("/proc/self/cmdline").exists():  # not Linux
+        for line in subprocess.check_output(["ps", "-A", "-o", "pid=,args="], text=True).split(
+            "\n"
+        ):
+            process, _, words = line.strip().partition(" ")
+            if process:
+                yield int(process), words
+        return
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it ended meanwhile
+            yield int(place.parent.name), place.read_bytes().decode(errors="replace")
 
 
 class _Strike(TrainerCallback):
@@ -186,7 +198,7 @@ class _Strike(TrainerCallback):
         self.caller: Caller
         runtime = self.trainer.longctx_runtime
         self.caller, *others = runtime.callers
-        self.server = self.trainer.longctx_servers.processes[0]
+        self.server = self.trainer.longctx_servers.process_ids[0]
         runtime.callers = (self, *others)  # type: ignore[arg-type]
 
     def call(self, request: Request, program: Program) -> None:

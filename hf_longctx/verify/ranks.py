@@ -26,7 +26,7 @@ from ..planning.program.counts import sent_in_layer
 from ..recurrent.prepare import prepare
 from ..runtime.executor import Runtime
 from ..runtime.pingpong import run_in_halves
-from ..servers.manager import Servers
+from ..servers.server_pool import ServerPool
 from ..training.measurements import BY_LINK, find_link
 from .rank_pool import RankContext
 from .twins import DTYPES, backward, build, precision
@@ -189,11 +189,11 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
 
 
 @contextmanager
-def _servers(case: Case, context: RankContext, runtime: Runtime) -> Iterator[Servers]:
+def _servers(case: Case, context: RankContext, runtime: Runtime) -> Iterator[ServerPool]:
     """The case's servers, started by the ranks as trainers start theirs."""
     with (
         TemporaryDirectory(prefix="hf_longctx_servers_") as folder,
-        Servers(
+        ServerPool(
             runtime, ranks=context.ranks, rank=context.rank, count=case.servers, folder=Path(folder)
         ) as servers,
     ):
@@ -202,7 +202,7 @@ def _servers(case: Case, context: RankContext, runtime: Runtime) -> Iterator[Ser
 
 
 def _count_servers(
-    result: RankResult, servers: Servers, batches: list[LongCtxBatch], model: Any, dtype: Any
+    result: RankResult, servers: ServerPool, batches: list[LongCtxBatch], model: Any, dtype: Any
 ) -> None:
     """Add what servers were to do, and what they say they sent."""
     result.bytes_sent += sum(int(report["sent"]) for report in servers.report())
@@ -214,7 +214,7 @@ def _count_servers(
             result.tasks_on_servers += int((plan.tasks[:, 4] >= ranks).sum())
 
 
-def _inputs(case: Case, context: RankContext, servers: Servers, index: int) -> dict[str, Any]:
+def _inputs(case: Case, context: RankContext, servers: ServerPool, index: int) -> dict[str, Any]:
     documents = case.documents(index)
     layout, halves = case.cut(index, ranks=context.ranks)
     rows = layout.flat_rows(context.rank)
@@ -252,7 +252,7 @@ def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype, *, process: in
     return sum(map(sent_in_layer, programs, widths))
 
 
-def _leak(model: Any, case: Case, context: RankContext, servers: Servers) -> float:
+def _leak(model: Any, case: Case, context: RankContext, servers: ServerPool) -> float:
     """Largest |d(other documents' logits) / d(a document's embeddings)| over some documents."""
     leaks = [0.0]
     index = len(case.lengths) - 1

@@ -1,4 +1,4 @@
-"""`hf-longctx bench trainer` at a tiny size: both sides train the same documents; never times."""
+"""`python -m benchmarks trainer` at a tiny size: both sides train the same documents; never times."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import trainer
+from benchmarks.__main__ import main
 from benchmarks.common import Shape
 from benchmarks.peers import bfd_packs
 from benchmarks.steps import Launch, figures
 from benchmarks.texts import package_folder
 from benchmarks.trainer import Case, measure
-from hf_longctx.cli import main as cli
 
 BUDGET = 128
 # One batch of both ranks, and exactly two of TRL's packs: both sides' first step holds all of it.
@@ -105,5 +105,5 @@ def test_a_missing_package_is_named() -> None:
 
 def test_the_command_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "run", lambda: {"step_time_ratio": 0.5})
-    assert cli.main(["bench", "trainer", "--json", str(tmp_path / "f")]) == 0
+    assert main(["trainer", "--json", str(tmp_path / "f")]) == 0
     assert json.loads((tmp_path / "f").read_text()) == {"step_time_ratio": 0.5}

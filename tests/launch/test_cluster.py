@@ -1,4 +1,4 @@
-"""`hf-longctx cluster`: what a description becomes, and the nodes where they can be made.
+"""`python -m benchmarks.cluster`: what a description becomes, and the nodes where they can be made.
 
 Nodes need root or user namespaces; where there are none, the tests that build them are skipped.
 """
@@ -18,17 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster import Cluster, ClusterUnavailable
+from benchmarks.cluster import Cluster, ClusterUnavailable, main
 from benchmarks.cluster_spec import ClusterSpec, build_commands, environment, hosts
-from hf_longctx.cli.main import main
 
-PACKAGE = Path(__file__).resolve().parents[2] / "hf_longctx"
+ROOT = Path(__file__).resolve().parents[2]
 TWO_BY_TWO = "nodes=2,ranks_per_node=2,cross=100mbit"
-# `bench` alone, without the package around it: a start in milliseconds.
 OWNER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in background
-from bench.cluster import Cluster, ClusterSpec
+from benchmarks.cluster import Cluster, ClusterSpec
 with Cluster(ClusterSpec.parse(sys.argv[1])) as cluster:
     cluster.run(sys.argv[2:])
 """
@@ -101,7 +99,7 @@ def test_missing_tools_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["cluster", TWO_BY_TWO, "--", "true"]) == 2
+    assert main([TWO_BY_TWO, "--", "true"]) == 2
     said = capsys.readouterr().err
     assert "no unshare, nsenter, mount, ip, tc" in said and "as root" in said
 
@@ -118,7 +116,7 @@ def test_refused_namespaces_are_explained(monkeypatch: pytest.MonkeyPatch, tmp_p
         Cluster(spec).__enter__()
 
 
-@pytest.mark.parametrize("words", [["cluster", TWO_BY_TWO], ["cluster", TWO_BY_TWO, "--"]])
+@pytest.mark.parametrize("words", [[TWO_BY_TWO], [TWO_BY_TWO, "--"]])
 def test_command_is_required(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert "no COMMAND" in capsys.readouterr().err
@@ -149,7 +147,7 @@ def test_gloo_across_nodes_is_held_to_the_links_rate(
 ) -> None:
     """A busy machine stays below a rate, so that only what is too fast is wrong."""
     size, rounds = 2_000_000, 5
-    probe = [sys.executable, str(PACKAGE / "bench/link_probe.py"), f"--megabytes={size / 1e6}"]
+    probe = [sys.executable, str(ROOT / "benchmarks/link_probe.py"), f"--megabytes={size / 1e6}"]
     probe += [f"--rounds={rounds}", f"--json={tmp_path / 'rates.json'}"]
     with Cluster(ClusterSpec.parse(f"{TWO_BY_TWO},rails={rails}")) as made:
         assert made.run(probe) == 0
@@ -206,7 +204,7 @@ def test_a_rank_that_ends_well_leaves_nothing_running(cluster: Cluster) -> None:
 
 def test_command_line_returns_the_ranks_code(namespaces: None) -> None:
     description = "nodes=2,ranks_per_node=1,cross=1gbit"
-    assert main(["cluster", description, "--", "sh", "-c", "exit $((3 * $RANK))"]) == 3
+    assert main([description, "--", "sh", "-c", "exit $((3 * $RANK))"]) == 3
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -215,7 +213,7 @@ def test_nothing_is_left_of_a_killed_cluster(namespaces: None, signal_number: in
     show = "readlink /proc/self/ns/pid; exec sleep 615"
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, TWO_BY_TWO, "sh", "-c", show],
-        cwd=PACKAGE,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -16,15 +16,14 @@ from tiny import tiny
 from train_cases import launch
 from words import said, tokenizer
 
+from hf_longctx.cli import sft
+
 RECIPE = ROOT / "recipes" / "sft.py"
 CHATS = [{"messages": said(*["hello how are you", "fine thanks"] * n)} for n in (1, 3, 2, 5)]
 
 
 @pytest.fixture
-def recipe(monkeypatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(RECIPE.parent))
-    import sft
-
+def recipe() -> Iterator[Any]:
     names = ("hf_longctx", "transformers.tokenization_utils_base")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -65,21 +64,21 @@ def flags(tmp_path) -> list[str]:
 
 def test_chat_recipe_trains_evaluates_and_resumes(recipe, flags, tmp_path, caplog, capsys):
     more = ["--assistant_only_loss", "--eval_data", jsonl(tmp_path / "test.jsonl", CHATS[:2])]
-    recipe.main([*flags, *more, "--max_steps", "2"])
+    recipe.train([*flags, *more, "--max_steps", "2"])
     lines = caplog.messages
     assert any("distca: LlamaForCausalLM, " in line and " 2 steps; " in line for line in lines)
     assert "train_dataset: columns ['messages'], read as messages" in lines
     (line,) = [line for line in lines if line.startswith("eval_dataset: 2 documents")]
     assert "1 truncated" in line
     assert "eval_loss" in capsys.readouterr().out
-    recipe.main([*flags, *more, "--max_steps", "4", "--resume_from_checkpoint", "last"])
+    recipe.train([*flags, *more, "--max_steps", "4", "--resume_from_checkpoint", "last"])
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
     state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
     assert [e["step"] for e in state["log_history"] if "loss" in e] == [1, 2, 3, 4]
 
 
 def test_stream_recipe_trains(recipe, flags, tmp_path):
-    recipe.main([*flags, "--streaming", "--max_steps", "3", "--max_documents", "3"])
+    recipe.train([*flags, "--streaming", "--max_steps", "3", "--max_documents", "3"])
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
 
 
@@ -117,7 +116,7 @@ def test_a_run_is_refused_before_it_starts(recipe, flags, tmp_path, monkeypatch,
     Path("empty.jsonl").touch()
     jsonl(Path("other.jsonl"), [{"a": 1}])
     with pytest.raises(ValueError, match=re.escape(message)):
-        recipe.main([*flags, *change])
+        recipe.train([*flags, *change])
     assert not (tmp_path / "summary.json").exists()
 
 
@@ -171,7 +170,7 @@ def test_a_hybrid_from_scratch_learns_as_its_committed_curves_say(recipe, tmp_pa
         "output_dir": str(tmp_path),
         "summary_json": str(tmp_path / "made.json"),
     }
-    recipe.main([part for name, value in flags.items() for part in (f"--{name}", value)])
+    recipe.train([part for name, value in flags.items() for part in (f"--{name}", value)])
     made = json.loads((tmp_path / "made.json").read_text())
     assert made["losses"] == pytest.approx(one["losses"][:2], rel=1e-4)
 
@@ -180,7 +179,7 @@ def test_a_config_that_is_none_is_refused(recipe, flags, tmp_path):
     jsonl(tmp_path / "config.json", [{"model_type": "no_such_type"}])
     for name in ("config.json", "none.json"):
         with pytest.raises(ValueError, match=rf"--model_config .*{name} is no config as JSON: "):
-            recipe.main([*flags, "--model_config", str(tmp_path / name)])
+            recipe.train([*flags, "--model_config", str(tmp_path / name)])
 
 
 def test_a_package_that_is_missing_is_refused(recipe):

@@ -23,8 +23,9 @@ from train_cases import UNEVEN, Case, arguments, launch, main, sharded, trainer_
 
 from hf_longctx.comm.arrivals import Exchange
 from hf_longctx.comm.channels import Channel, ExchangeError, Payload
-from hf_longctx.servers.groups import MOST_SERVERS, Group, servers_of_a_group
 from hf_longctx.servers.replay import ReplayMixin
+from hf_longctx.servers.server_pool import MAX_SERVERS
+from hf_longctx.training.groups import Group, servers_per_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,18 +278,18 @@ def test_all_hear_of_a_loss_but_drop_only_their_own_group_s(index, lost, joining
     trainer.longctx_group = Group(trainers=4, size=2, index=index, rank=0)
     trainer.accelerator = SimpleNamespace(device="cpu", gather=gather)
     servers: Any = SimpleNamespace(lost=frozenset({61, 0}), joining=lambda: 3)
-    news = trainer._tell(servers)
+    status = trainer._gather_status(servers)
     assert told == [[[1 << 61 | 1, 3]]]
-    assert news.anywhere and news.mine == lost and news.joining == joining
+    assert status.any_lost and status.lost == lost and status.joining == joining
 
 
 def test_more_servers_than_one_number_names_are_refused():
     group = Group(trainers=1, size=1, index=0, rank=0)
-    given = SimpleNamespace(longctx_servers=MOST_SERVERS, ddp_timeout=600)
-    assert servers_of_a_group(given, group, name="distca") == MOST_SERVERS
+    given = SimpleNamespace(longctx_servers=MAX_SERVERS, ddp_timeout=600)
+    assert servers_per_group(given, group, name="distca") == MAX_SERVERS
     given.longctx_servers += 1
     with pytest.raises(ValueError, match="longctx_servers=63 .* a group has at most 62 servers"):
-        servers_of_a_group(given, group, name="distca")
+        servers_per_group(given, group, name="distca")
 
 
 if __name__ == "__main__":

@@ -32,14 +32,17 @@ from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Runtime
 from hf_longctx.runtime.requests import Request, _Programs, call_servers
 from hf_longctx.servers import handshake
-from hf_longctx.servers import manager as module
-from hf_longctx.servers.groups import Group, servers_of_a_group
-from hf_longctx.servers.handshake import Refused, Visitor, introduce
-from hf_longctx.servers.manager import _COMMAND, Servers, limit_memory, spawn
-from hf_longctx.servers.rendezvous import BUILD_SECONDS, Listener, answer_call, connect, own_address
+from hf_longctx.servers import server_pool as module
+from hf_longctx.servers.handshake import HandshakeError, ServerInfo, introduce
+from hf_longctx.servers.listener import Listener, connect, own_address
+from hf_longctx.servers.rendezvous import BUILD_SECONDS, accept_invitation
+from hf_longctx.servers.server_pool import ServerPool
+from hf_longctx.servers.spawn import SERVER_COMMAND, spawn
+from hf_longctx.training.groups import Group, servers_per_group
+from hf_longctx.training.steps import limit_server_memory
 from hf_longctx.verify.rank_pool import RankContext
 
-TOKEN, ME = b"a" * 64, Visitor(name="me", device="cpu")
+TOKEN, ME = b"a" * 64, ServerInfo(name="me", device="cpu")
 
 
 @pytest.fixture
@@ -51,9 +54,9 @@ def listener() -> Iterator[Listener]:
 
 def test_whoever_knows_the_token_waits_until_it_leaves(listener):
     connection = connect("127.0.0.1", listener.port)
-    introduce(connection, token=TOKEN, visitor=ME)
+    introduce(connection, token=TOKEN, server=ME)
     until(lambda: len(listener.waiting) == 1, seconds=60)
-    assert listener.waiting[0].visitor == ME and listener.waiting[0].alive()
+    assert listener.waiting[0].info == ME and listener.waiting[0].is_alive()
     assert listener.take(spawned=3) is None
     connection.close()
     until(lambda: listener.take() is None, seconds=60)
@@ -63,19 +66,20 @@ def test_whoever_knows_the_token_waits_until_it_leaves(listener):
 def test_who_waits_in_vain_is_told_that_the_training_ended():
     listener = Listener("127.0.0.1", token=TOKEN)
     with connect("127.0.0.1", listener.port) as connection:
-        introduce(connection, token=TOKEN, visitor=ME)
+        introduce(connection, token=TOKEN, server=ME)
         until(lambda: len(listener.waiting) == 1, seconds=60)
         listener.close()
-        assert answer_call(connection, host="127.0.0.1") is None
+        assert accept_invitation(connection, host="127.0.0.1") is None
 
 
 def test_another_token_is_turned_down_on_both_sides(listener, caplog):
     with (
         connect("127.0.0.1", listener.port) as connection,
-        pytest.raises(Refused, match="turn this server down: its token is not that of this run"),
+        pytest.raises(HandshakeError, match="rejected this server: its token is not that of this"),
     ):
-        introduce(connection, token=b"b" * 64, visitor=ME)
-    until(lambda: "turned down: its token is not that of this run" in caplog.text, seconds=60)
+        introduce(connection, token=b"b" * 64, server=ME)
+    until(lambda: "rejected a server" in caplog.text, seconds=60)
+    assert "from 127.0.0.1: its token is not that of this run; copy the token" in caplog.text
     assert not listener.waiting
 
 
@@ -85,9 +89,11 @@ def test_another_version_is_turned_down_on_both_sides(listener, caplog, monkeypa
     monkeypatch.setattr(handshake, "versions", lambda: next(theirs))
     with (
         connect("127.0.0.1", listener.port) as connection,
-        pytest.raises(Refused, match="'plan format': 0}, the trainers have .* same version on"),
+        pytest.raises(
+            HandshakeError, match="'plan format': 0}, the trainers have .* same version on"
+        ),
     ):
-        introduce(connection, token=TOKEN, visitor=ME)
+        introduce(connection, token=TOKEN, server=ME)
     until(lambda: "install the same version on both" in caplog.text, seconds=60)
     assert not listener.waiting
 
@@ -98,7 +104,7 @@ def test_strangers_are_turned_down_and_keep_nobody_out(listener, caplog):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         until(lambda: "does not speak as an hf_longctx" in caplog.text, seconds=60)
     with connect("127.0.0.1", listener.port) as connection:
-        introduce(connection, token=TOKEN, visitor=ME)
+        introduce(connection, token=TOKEN, server=ME)
     silent.close()
 
 
@@ -115,9 +121,9 @@ def test_a_server_finds_out_who_does_not_know_the_token():
         other.start()
         with (
             connect("127.0.0.1", listening.getsockname()[1]) as connection,
-            pytest.raises(Refused, match="does not know the token; check HOST:PORT"),
+            pytest.raises(HandshakeError, match="does not know the token; check HOST:PORT"),
         ):
-            introduce(connection, token=TOKEN, visitor=ME)
+            introduce(connection, token=TOKEN, server=ME)
         other.join()
 
 
@@ -136,7 +142,7 @@ def test_the_token_does_not_travel(listener):
 
     with Heard() as connection:
         connection.connect(("127.0.0.1", listener.port))
-        introduce(connection, token=TOKEN, visitor=ME)
+        introduce(connection, token=TOKEN, server=ME)
     assert b"proof" in said and TOKEN not in said
 
 
@@ -170,7 +176,7 @@ def test_a_server_short_of_memory_gets_less_work(limit):
     layout = cut([2000, 2, 900], ranks=2, layout="spread")
     batch = LongCtxBatch(layout, 0, tolerance=0.0, speeds=(1.0, 1.0))
     layers = [(rows.kind(), rows.widths)] * 2
-    limit_memory(batch, algorithm="distca", layers=layers, limit=limit)
+    limit_server_memory(batch, algorithm="distca", layers=layers, limit=limit)
     plan = batch.plan("distca", rows.kind())
     for server in (2, 3):
         for backward in (False, True):
@@ -197,7 +203,7 @@ def test_both_sides_forget_the_same_programs():
 LENGTHS = [2000, 1, 900, 2, 99]
 
 
-def attend_once(context: RankContext, servers: Servers) -> float:
+def attend_once(context: RankContext, servers: ServerPool) -> float:
     """Attention, forward and backward, over the ranks and the present servers; its error."""
     rows = Rows.random(sum(LENGTHS))
     layout = cut(LENGTHS, ranks=context.ranks, layout="spread")
@@ -217,7 +223,7 @@ def attend_once(context: RankContext, servers: Servers) -> float:
 def join_and_drop(context: RankContext, *, folder: str) -> list[Any]:
     """One server is started, another joins; the first is given up, then the other is."""
     runtime, found = Runtime(channel=context.channel), []
-    servers = Servers(
+    servers = ServerPool(
         runtime, ranks=context.ranks, rank=context.rank, count=1, folder=Path(folder), timeout=10.0
     )
     with servers:
@@ -241,14 +247,14 @@ def join_and_drop(context: RankContext, *, folder: str) -> list[Any]:
         found.append((servers.speeds, attend_once(context, servers)))
         reports = servers.report()
         servers.drop({0})
-        assert not servers._spawned
+        assert not servers._processes
         found.append((servers.speeds, attend_once(context, servers)))
         found.append((servers.lost, servers.joining(), [r["requests"] for r in reports]))
         servers.drop({0})
         found.append((servers.speeds, attend_once(context, servers)))
     if context.rank == 0:
         found.append(other.process.wait(timeout=10))
-        found.append(other.last_words())
+        found.append(other.last_log_line())
     return found
 
 
@@ -270,7 +276,7 @@ def test_servers_join_and_are_dropped_at_steps(rank_pool, tmp_path, ranks):
 def test_groups_and_nodes_share_servers_evenly(monkeypatch, servers, groups, nodes, each):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(12 // nodes))
     group = Group(trainers=12, size=12 // groups, index=0, rank=0)
-    assert servers_of_a_group(asked(servers), group, name="distca") == each
+    assert servers_per_group(asked(servers), group, name="distca") == each
 
 
 @pytest.mark.parametrize(
@@ -295,7 +301,7 @@ def test_servers_that_no_run_can_have_are_refused(monkeypatch, given, name, mess
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     group = Group(trainers=12, size=6, index=0, rank=0)
     with pytest.raises(ValueError, match=re.escape(message)):
-        servers_of_a_group(asked(**given), group, name=name)
+        servers_per_group(asked(**given), group, name=name)
 
 
 def asked(servers: int, **changes: Any) -> SimpleNamespace:
@@ -303,10 +309,10 @@ def asked(servers: int, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(longctx_servers=servers, **given)
 
 
-def test_a_server_that_does_not_start_ends_the_run_with_its_last_words(monkeypatch, tmp_path):
+def test_a_server_that_does_not_start_ends_the_run_with_its_last_line(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "spawn", partial(spawn, flags=("--device", "cuda")))
-    servers = Servers(Runtime(), ranks=1, rank=0, count=1, folder=tmp_path)
-    with servers, pytest.raises(RuntimeError, match="server 0 did not start: .*--device cuda: the"):
+    servers = ServerPool(Runtime(), ranks=1, rank=0, count=1, folder=tmp_path)
+    with servers, pytest.raises(RuntimeError, match="server 0 did not start: .*--device cuda: ker"):
         servers.start()
     assert not list(tmp_path.glob("*.token"))
 
@@ -323,11 +329,11 @@ def turned_down(listener: Listener, folder: Path, *start: str) -> str:
 
 def test_a_wrong_token_ends_the_command_with_2_and_why(listener, tmp_path):
     said = turned_down(listener, tmp_path, "-m", "hf_longctx.cli.main")
-    assert "hf-longctx serve: the trainers turn this server down: its token" in said
+    assert "hf-longctx serve: the trainers rejected this server: its token" in said
 
 
 def test_a_trainers_server_imports_no_transformers(listener, tmp_path):
-    _, *start, _ = _COMMAND
+    _, *start, _ = SERVER_COMMAND
     said = turned_down(listener, tmp_path, "-X", "importtime", *start)
     imported = {line.split("|")[-1].strip() for line in said.splitlines() if "|" in line}
     assert {
@@ -340,11 +346,14 @@ def test_a_trainers_server_imports_no_transformers(listener, tmp_path):
     ("flags", "message"),
     [
         (("--join", "here"), "--join 'here' must be HOST:PORT"),
-        (("--join", "a:1", "--device", "cuda"), "--device cuda: the kernels are exact on cpu"),
-        (("--join", "a:1", "--interface", "no0"), "--interface no0 is none of this machine's ["),
+        (("--join", "a:1", "--device", "cuda"), "--device cuda: kernels are exact on cpu"),
+        (
+            ("--join", "a:1", "--interface", "no0"),
+            "--interface no0 is not an interface of this machine; use one of [",
+        ),
         (("--join", "a:1", "--speed", "0"), "--speed 0.0 must be from 0.001 to 1000"),
-        (("--join", "a:1", "--token-file", "no_such"), "--token-file no_such: there is no such"),
-        (("--join", "127.0.0.1:1"), "--join 127.0.0.1:1: nobody listens there"),
+        (("--join", "a:1", "--token-file", "no_such"), "--token-file no_such: no such file"),
+        (("--join", "127.0.0.1:1"), "--join 127.0.0.1:1: nothing listens there"),
     ],
 )
 def test_wrong_flags_are_refused_with_the_remedy(capsys, tmp_path, flags, message):

@@ -31,7 +31,7 @@ from hf_longctx.comm.topology import (
     probe,
 )
 from hf_longctx.planning.layouts.levels import Levels
-from hf_longctx.servers.groups import Group, join, widen
+from hf_longctx.training.groups import Group, add_channels, make_runtime
 
 
 def rates(*together: float) -> list[LinkRate]:
@@ -280,10 +280,10 @@ def test_a_probe_over_gloo_sends_what_it_should_and_ranks_agree(rank_pool: Any) 
 def widened(context: Any, *, counts: tuple[int, ...]) -> list[list[int]]:
     """A rank's job: what its peer in a group of two said over each channel."""
     group = Group(trainers=4, size=2, index=context.rank // 2, rank=context.rank % 2)
-    channel: Any = join(group, default_seconds=120.0).channel
+    channel: Any = make_runtime(group, default_seconds=120.0).channel
     atexit.unregister(channel.close)
     for count in counts[group.index :: 2]:
-        widen(channel, group, channels=count, device=torch.device("cpu"))
+        add_channels(channel, group, channels=count, device=torch.device("cpu"))
     heard = []
     for number, each in enumerate((channel, *channel.more)):
         buffer = torch.zeros(2, dtype=torch.uint8)

@@ -14,6 +14,7 @@ from helpers import SharedPool
 from tiny import CONFIGS
 
 from hf_longctx.cli import main as cli
+from hf_longctx.cli.verify import FIGURES, KILL_FIGURES
 from hf_longctx.verify import compare
 from hf_longctx.verify.compare import bounds_of, broken
 from hf_longctx.verify.rank_pool import RankError
@@ -130,9 +131,11 @@ def test_help_explains_every_figure(command, capsys):
     with pytest.raises(SystemExit):
         cli.main(["verify", "--help"])
     shown = capsys.readouterr().out
-    for key in (*report, "switches", "head_groups", "orphans", "replayed_steps"):
-        assert key.removesuffix("_vs_transformers") in shown, key
-    assert "X_vs_transformers" in shown
+    named = {key for keys in FIGURES for key in keys.split(", ")}
+    assert {*report, "switches", "head_groups", "scan"} == named
+    assert {"orphans", "replayed_steps", "loss_difference"} < {*KILL_FIGURES}
+    for key in (*FIGURES, *KILL_FIGURES):
+        assert f"\n  {key}" in shown, key
 
 
 def test_exit_code_1_still_writes_json(command, monkeypatch, capsys):
@@ -162,7 +165,7 @@ def test_a_rank_that_stops_ends_with_code_1_and_one_line(monkeypatch, command, c
     [
         (RING, "bloom", "model_type=bloom: this family never calls"),
         (("--attn_implementation", "distac", "--ranks", "2"), "llama", "did you mean 'distca'?"),
-        (("--attn_implementation", "zeco_linear", "--ranks", "1"), "llama", "softmax layers alone"),
+        (("--attn_implementation", "zeco_linear", "--ranks", "1"), "llama", "no recurrent layers"),
         ((*RING, "--topology", "2x2"), "llama", "longctx_topology=2x2 holds 4 ranks, but 2 share"),
         (("--attn_implementation", "ring", "--ranks", "0"), "llama", "--ranks 0 must be at least"),
         (RING, "/no/such/folder", "--model /no/such/folder: no such file or folder; give a"),

@@ -33,8 +33,9 @@ from train_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from hf_longctx.support import WRAPPER_RULES, validate_arguments, validate_wrappers
 from hf_longctx.support import table as support_table
+from hf_longctx.support import validate_arguments, validate_wrappers
+from hf_longctx.support.trainer_rules import WRAPPER_RULES
 
 CLIPPED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
 ACCUMULATED = Case(lengths=UNEVEN, options=CLIPPED)

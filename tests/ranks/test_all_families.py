@@ -54,7 +54,7 @@ REFUSED = {  # family: a part of the rule
     "diffllama": "several attention calls in a layer: DiffLlamaForCausalLM has 2 layers but called",
     "hrm_text": "several attention calls in a layer",
     "llama4": "temperature from positions",
-    "zaya": "recurrent layers of other families: layer_types ['hybrid']",
+    "zaya": "recurrent layers without an adapter: layer_types ['hybrid']",
     "openai-gpt": "attention outside the interface: OpenAIGPTLMHeadModel has 2 layers but called",
     "mllama": "attention outside the interface",
     "roberta": "positions of its own: RobertaForCausalLM without position_ids",

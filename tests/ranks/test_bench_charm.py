@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import charm, sweep
+from benchmarks.__main__ import main
 from benchmarks.cluster import ClusterUnavailable
 from benchmarks.cluster_spec import ClusterSpec
 from benchmarks.on_cluster import run_on
 from benchmarks.public_ring import PublicRing
 from benchmarks.real import compare
 from benchmarks.timed import Case, Measured, Way, time_ways
-from hf_longctx.cli import main as cli
 from hf_longctx.comm.topology import LinkRate
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.planning.predict.timeline import entries
@@ -152,5 +152,5 @@ def test_a_machine_without_nodes_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert cli.main(["bench", "charm"]) == 2
+    assert main(["charm"]) == 2
     assert "no unshare" in capsys.readouterr().err

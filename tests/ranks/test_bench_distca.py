@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import distca, exposed, served, tables
+from benchmarks.__main__ import main
 from benchmarks.cluster import ClusterUnavailable
 from benchmarks.cluster_spec import ClusterSpec
 from benchmarks.common import Shape
 from benchmarks.on_cluster import run_on
 from benchmarks.sides import RankRun, Step, gain, lost, run_rank, step
 from benchmarks.stretches import Seconds, Stretch, assemble
-from hf_longctx.cli import main as cli
 
 if TYPE_CHECKING:
     from hf_longctx.verify.rank_pool import RankPool
@@ -237,7 +237,7 @@ def test_a_machine_without_nodes_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert cli.main(["bench", "distca"]) == 2
+    assert main(["distca"]) == 2
     said = capsys.readouterr().err
     assert "no unshare" in said
     assert "iproute2" in said

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import packed_linear, scanned, zeco
+from benchmarks.__main__ import main
 from benchmarks.common import inputs
 from benchmarks.packed import split
 from benchmarks.scanned import GLOO, Case, Measured, Way, time_scans
-from hf_longctx.cli import main as cli
 from hf_longctx.comm.channels import Hub
 from hf_longctx.runtime.executor import Account
 from hf_longctx.runtime.state_scans import ScanCall
@@ -198,5 +198,5 @@ def test_padding_is_no_target() -> None:
 def test_a_model_without_a_bench_is_refused(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", *arguments]) == 2
+    assert main([*arguments]) == 2
     assert why in capsys.readouterr().err

@@ -14,18 +14,19 @@ import pytest
 from launching import until
 
 from hf_longctx.runtime.executor import Runtime
-from hf_longctx.servers import manager as module
-from hf_longctx.servers import rendezvous
-from hf_longctx.servers.handshake import Refused, Visitor, introduce
-from hf_longctx.servers.manager import Servers, spawn
-from hf_longctx.servers.rendezvous import Listener, connect
+from hf_longctx.servers import listener as listening
+from hf_longctx.servers import server_pool as module
+from hf_longctx.servers.handshake import HandshakeError, ServerInfo, introduce
+from hf_longctx.servers.listener import Listener, connect
+from hf_longctx.servers.server_pool import ServerPool
+from hf_longctx.servers.spawn import spawn
 from hf_longctx.verify.rank_pool import RankContext
 
-TOKEN, ME = b"a" * 64, Visitor(name="me", device="cpu")
+TOKEN, ME = b"a" * 64, ServerInfo(name="me", device="cpu")
 
 
 def test_a_flood_of_strangers_costs_few_files_and_ends(monkeypatch):
-    monkeypatch.setattr(rendezvous, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 0.5)
     listener = Listener("127.0.0.1", token=TOKEN)
     before = len(os.listdir("/proc/self/fd"))
     flood = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(60)]
@@ -34,7 +35,7 @@ def test_a_flood_of_strangers_costs_few_files_and_ends(monkeypatch):
     assert len(os.listdir("/proc/self/fd")) - before <= 60 + 16
     time.sleep(1.0)
     with connect("127.0.0.1", listener.port) as connection:
-        introduce(connection, token=TOKEN, visitor=ME)
+        introduce(connection, token=TOKEN, server=ME)
         until(lambda: len(listener.waiting) == 1, seconds=60)
     for connection in flood:
         connection.close()
@@ -46,15 +47,15 @@ def test_a_server_of_no_usable_speed_is_turned_down(speed):
     listener = Listener("127.0.0.1", token=TOKEN)
     with (
         connect("127.0.0.1", listener.port) as connection,
-        pytest.raises(Refused, match=r"with a speed outside \(0.001, 1000.0\)"),
+        pytest.raises(HandshakeError, match=r"with a speed outside \(0.001, 1000.0\)"),
     ):
-        introduce(connection, token=TOKEN, visitor=replace(ME, speed=speed))
+        introduce(connection, token=TOKEN, server=replace(ME, speed=speed))
     listener.close()
 
 
 def start_with_one_that_dies(context: RankContext, *, folder: str) -> str:
     """The second rank's server dies before it has said anything; the error of this rank."""
-    servers = Servers(
+    servers = ServerPool(
         Runtime(channel=context.channel), ranks=2, rank=context.rank, count=2, folder=Path(folder)
     )
     with servers, pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as error:
@@ -67,7 +68,7 @@ def start_with_one_that_dies(context: RankContext, *, folder: str) -> str:
 def test_all_trainers_learn_at_once_that_a_server_did_not_start(rank_pool, tmp_path):
     started = time.monotonic()
     told = rank_pool.run(start_with_one_that_dies, ranks=2, folder=str(tmp_path))
-    assert told[0] == "attention server 1 did not start; its log is with the trainer it is of"
+    assert told[0] == "attention server 1 did not start; the trainer that started it has its log"
     assert re.match(
         "attention server 1 did not start: exit code 2; its log .*--device cuda", told[1]
     )

@@ -15,8 +15,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_longctx import LongCtxArguments, LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.config import validate_removed_flags
-from hf_longctx.servers.groups import find_group
 from hf_longctx.support import NAMES, NESTED, validate_unread_flags
+from hf_longctx.training.groups import find_group
 
 SMALL = Case(lengths=(20, 9))
 
@@ -104,13 +104,13 @@ def test_softmax_layers_of_a_hybrid_are_planned_by_a_name_of_their_own():
     given = LongCtxArguments(longctx_softmax="charm", longctx_topology="2x2")
     assert given.algorithm("zeco_linear") == "charm" and given.algorithm("ring") == "ring"
     refuse_unread(given, "zeco_linear")
-    with pytest.raises(ValueError, match="its plans know no domains"):
+    with pytest.raises(ValueError, match="its plans do not use domains"):
         refuse_unread(LongCtxArguments(longctx_topology="2x2"), "zeco_linear")
 
 
 def test_a_misspelt_attention_name_is_answered_with_the_right_one(tmp_path):
     assert arguments(SMALL, tmp_path, longctx_attention="charm").longctx_attention == "charm"
-    with pytest.raises(ValueError, match="'chram' is no name of ours; use .* mean 'charm'?"):
+    with pytest.raises(ValueError, match="'chram' is not a name of hf_.* mean 'charm'?"):
         arguments(SMALL, tmp_path, longctx_attention="chram")
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import packed
+from benchmarks.__main__ import main
 from benchmarks.common import Shape, gradient_error, inputs
-from hf_longctx.cli import main as cli
 
 TINY = Shape(layers=2, hidden=32, mlp=48, heads=2, kv_heads=1, head_dim=16, vocabulary=64)
 SETTING = {"shape", "dtype", "seed", "processes", "threads_per_process", "allocator", "cpu"}
@@ -79,7 +79,7 @@ def test_command_prints_nested_figures_and_writes_json(
 ) -> None:
     report = {"speedup_vs_sdpa": 3.5, "short": {"speedup_vs_separate": 1.5}}
     monkeypatch.setattr(packed, "run", lambda: report)
-    assert cli.main(["bench", "packed", "--json", str(tmp_path / "f")]) == 0
+    assert main(["packed", "--json", str(tmp_path / "f")]) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert printed == [["speedup_vs_sdpa", "3.5"], ["short.speedup_vs_separate", "1.5"]]
     assert json.loads((tmp_path / "f").read_text()) == report

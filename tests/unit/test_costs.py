@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.cli import main as cli
-from hf_longctx.cli import profile as bench
 from hf_longctx.kernels import softmax
 from hf_longctx.planning.layouts.cost import CostTable, LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut
 from hf_longctx.planning.planners.key_splits import NO_SPLITS
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.checker import check
+from hf_longctx.verify import cost_profile as bench
 
 KIND = LayerKind(query_width=2, key_value_width=2)
 # A kernel that runs short pieces at a quarter, and few keys at half of its best rate.

@@ -18,6 +18,7 @@ SOURCE_FOLDERS = (PACKAGE, "recipes", "examples", "tests")
 
 # Bottom to top. A file imports only from its own layer and from the layers below it.
 LAYERS = (
+    {"version"},
     {"support"},
     {"config"},
     {"kernels"},
@@ -31,7 +32,7 @@ LAYERS = (
     {"training"},
     {"verify"},
     {"run"},
-    {"cli"},
+    {"cli", "sft"},
     {"__init__"},
 )
 # A plan and its simulation are data: they run where no process group and no model exists.

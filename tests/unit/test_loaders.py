@@ -14,7 +14,7 @@ from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
-from hf_longctx.servers.groups import Group
+from hf_longctx.training.groups import Group
 from hf_longctx.training.loaders import Loaders
 from hf_longctx.training.report import StepReport
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,12 +253,3 @@ def test_missing_files_and_wrong_flags_exit_with_1(flags, message, capsys):
         code = stopped.code
     assert code == 1
     assert message in capsys.readouterr().err
-
-
-def test_the_readme_shows_what_the_command_prints(capsys):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    section = readme.split("## Will it work with my model?")[1]
-    command, shown = section.split("```text\n", 1)
-    flags = command.split("hf-longctx ", 1)[1].splitlines()[0].split()
-    assert main(flags) == 2
-    assert shown.startswith(capsys.readouterr().out + "```")

@@ -9,7 +9,8 @@ from itertools import pairwise
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from helpers import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.data.documents import IGNORE, piece_targets, shift
@@ -182,7 +183,7 @@ def test_b01_a_cut_keeps_the_target_of_the_last_token(ranks):
 
 
 @given(size=st.integers(1, 60), capacity=CAPACITY)
-@settings(max_examples=50)
+@examples(50)
 def test_b01_fragments_keep_all_targets_but_the_last_of_the_document(size, capacity):
     labels = np.arange(size) + 1
     pieces, _ = fit([size], capacity=capacity, overflow="split")

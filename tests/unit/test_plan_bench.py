@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import plan as bench
+from benchmarks.__main__ import main
 from benchmarks.traffic import traffic
-from hf_longctx.cli import main as cli
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut
 from hf_longctx.planning.layouts.levels import Levels
@@ -91,7 +91,7 @@ def test_the_command_writes_tables_by_ranks(
             domains=(Levels((2, 4)), 40),
         ),
     )
-    assert cli.main(["bench", "plan", "--json", str(tmp_path / "f")]) == 0
+    assert main(["plan", "--json", str(tmp_path / "f")]) == 0
     report = json.loads((tmp_path / "f").read_text())
     nested = report.pop("domains")
     assert set(report) == {"pretrain", "prolong", "buckets", "counted", "contiguous", "servers"}

@@ -18,19 +18,18 @@ from hf_longctx.attention.registration import FUNCTIONS, register
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.support import (
-    ARGUMENT_RULES,
-    HEAD_RULES,
-    MODEL_RULES,
     NAMES,
-    PINGPONG_RULES,
-    PROBE_RULES,
+    RULES,
     SOFTMAX_NAMES,
     validate_arguments,
     validate_model,
     validate_pingpong,
 )
 from hf_longctx.support import table as support_table
-from hf_longctx.support.model_rules import FLA_PARTS, raise_if_broken
+from hf_longctx.support.argument_rules import ARGUMENT_RULES
+from hf_longctx.support.model_rules import FLA_RULE, MODEL_RULES
+from hf_longctx.support.rules import validate_rules
+from hf_longctx.support.trainer_rules import PINGPONG_RULES
 
 ONE_ROW = [torch.zeros(1, heads, 6, 8) for heads in (4, 2, 2)]
 DENSE = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -139,8 +138,8 @@ def test_a_padded_batch_handed_to_a_packed_path_is_refused_by_the_model(name):
 CONFIGS = {
     "no attention interface": ("bloom", {}, "model_type=bloom"),
     "recurrent layers": ("qwen3_next", {}, "model_type=qwen3_next"),
-    "recurrent layers of other families": ("recurrent_gemma", {}, "model_type=recurrent_gemma"),
-    "softmax layers alone": ("llama", {}, "model_type=llama"),
+    "recurrent layers without an adapter": ("recurrent_gemma", {}, "model_type=recurrent_gemma"),
+    "no recurrent layers": ("llama", {}, "model_type=llama"),
     "options of flash-linear-attention": (
         SimpleNamespace(model_type="gla", attn={"layers": [1]}),
         {},
@@ -232,12 +231,12 @@ def test_other_models_are_not_refused(name, family, changes):
 )
 def test_what_flash_linear_attention_refuses_itself_is_refused_before_a_batch(given, value):
     with pytest.raises(ValueError, match=re.escape(f"flash-linear-attention: {value}: ")):
-        raise_if_broken((FLA_PARTS,), SimpleNamespace(**{"model_type": "kda"} | given))
+        validate_rules((FLA_RULE,), SimpleNamespace(**{"model_type": "kda"} | given))
     for lower in (-5.0, -0.1):
-        raise_if_broken(
-            (FLA_PARTS,), SimpleNamespace(model_type="kda", safe_gate=True, lower_bound=lower)
+        validate_rules(
+            (FLA_RULE,), SimpleNamespace(model_type="kda", safe_gate=True, lower_bound=lower)
         )
-    raise_if_broken((FLA_PARTS,), SimpleNamespace(model_type="retnet", attn_mode="fused_chunk"))
+    validate_rules((FLA_RULE,), SimpleNamespace(model_type="retnet", attn_mode="fused_chunk"))
 
 
 def test_longrope_is_refused_per_layer_type_too():
@@ -259,7 +258,10 @@ def test_training_arguments_are_refused_with_value_rule_and_remedy(rule, tmp_pat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sdpa", "attn_implementation='sdpa' is no name of ours; use one of distca, charm, "),
+        (
+            "sdpa",
+            "attn_implementation='sdpa' is not a name of hf_longctx; use one of distca, charm, ",
+        ),
         ("distac", "zeco_linear; did you mean 'distca'?"),
     ],
 )
@@ -323,10 +325,12 @@ def test_pingpong_is_not_refused_otherwise():
 
 def test_the_table_lists_each_rule():
     lines = support_table().splitlines()
-    for rule in (*MODEL_RULES, *PROBE_RULES, *PINGPONG_RULES, *HEAD_RULES):
+    rules = [rule for group in RULES.values() for rule in group]
+    for rule in rules:
         (line,) = [x for x in lines if x.startswith(f"| {rule.feature} |")]
         refused = {*rule.names} & {*NAMES}
         assert line.count(" refused |") == len(refused) and rule.remedy in line
+    assert len({rule.feature for rule in rules}) == len(rules) > 40
     for rule in ARGUMENT_RULES:
         (line,) = [x for x in lines if x.startswith(f"| {rule.feature} |")]
         assert line.count("refused") == len(NAMES) and rule.remedy in line

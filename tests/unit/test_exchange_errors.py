@@ -1,4 +1,4 @@
-"""A rank that stops in the middle of a model -> an error that names the layer."""
+"""Errors of exchanges name the layer, and gloo's are one line without source files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers import threads
 from tiny import collate, documents, tiny
 
 from hf_longctx import prepare
-from hf_longctx.comm.channels import ExchangeError, Hub
+from hf_longctx.comm.channels import ExchangeError, Hub, cause
 from hf_longctx.data.batch import KEY
 from hf_longctx.runtime.executor import Runtime
 
@@ -64,3 +64,20 @@ def test_a_lost_peer_is_named_with_the_layer(
     )
     with pytest.raises(ExchangeError, match=expected):
         run(model, layer=layer, ends_in=ends_in)
+
+
+CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+ADVICE = "This is typically caused by a remote worker crashing. Check the logs of the remote worker"
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        (f"{CLOSED}[10.0.0.2]:7315. {ADVICE}", "Connection closed by peer [10.0.0.2]:7315."),
+        ("Wait timeout\nException raised from", "Wait timeout"),
+        ("[10.0.0.2]:7315 is gone", "[10.0.0.2]:7315 is gone"),
+        ("", "time-out"),
+    ],
+)
+def test_a_cause_is_one_line_without_source_files(said: str, read: str) -> None:
+    assert cause(RuntimeError(said)) == read

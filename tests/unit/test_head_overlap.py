@@ -19,7 +19,7 @@ from helpers import (
     shard,
     threads,
 )
-from test_check import CHANGES, KIND, rebuilt, tamper, variants
+from test_checker import CHANGES, KIND, rebuilt, tamper, variants
 from torch import Tensor
 
 from hf_longctx.comm.channels import Hub

@@ -13,7 +13,7 @@ from helpers import WINDOWS, Results, Rows, examples, nan_memory, reference, run
 from helpers import run_threads as run
 from hypothesis import given
 from hypothesis import strategies as st
-from test_check import CHANGES, tamper, variants
+from test_checker import CHANGES, tamper, variants
 from test_executor import within_bf16_rule
 
 from hf_longctx.kernels.reference import visible

@@ -38,9 +38,10 @@ from train_cases import (
 )
 from transformers import TrainerCallback
 
-from hf_longctx.servers import groups, rendezvous
-from hf_longctx.servers.handshake import Visitor, introduce, receive
-from hf_longctx.servers.rendezvous import connect
+from hf_longctx.servers import rendezvous, spawn
+from hf_longctx.servers.handshake import ServerInfo, introduce, receive
+from hf_longctx.servers.listener import connect
+from hf_longctx.training import groups
 
 RUN = WITH_SERVERS | {
     "max_steps": 4,
@@ -96,7 +97,7 @@ class Strikes(TrainerCallback):
     died: list[int] = field(default_factory=list)
 
     def strike(self, number: int = signal.SIGKILL) -> None:
-        for process in self.trainer.longctx_servers.processes:
+        for process in self.trainer.longctx_servers.process_ids:
             os.kill(process, number)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -173,8 +174,8 @@ def come_and_go(lines: list[str], *, called: bool) -> None:
     *_, address, _, token = line.split()
     host, port = address.split(":")
     connection = connect(host, int(port))
-    visitor = Visitor(name="one that goes", device="cpu")
-    introduce(connection, token=Path(token).read_bytes(), visitor=visitor)
+    info = ServerInfo(name="one that goes", device="cpu")
+    introduce(connection, token=Path(token).read_bytes(), server=info)
 
     def go() -> None:
         if called:
@@ -272,8 +273,8 @@ def test_b62_a_lost_server_does_not_show_in_the_curve(runs, name):
 def test_one_line_says_what_was_lost_and_what_is_left(runs):
     lines = runs["lora"]["struck"]["lines"]
     assert [line for line in lines if line.startswith("group 0")] == [
-        f"group 0 lost 2 attention server(s) in step {STRUCK + 1}, which runs again in place, as "
-        "all steps from now on do"
+        f"group 0 lost 2 attention server(s) in step {STRUCK + 1}, which runs again without "
+        "servers, as do all later steps"
     ]
     assert sum(" is lost: " in line for line in lines) == 2
     assert any("exit code -9" in line for line in runs["groups"]["struck"]["lines"])
@@ -314,10 +315,10 @@ def test_b62_servers_end_with_a_launcher_that_is_killed(tmp_path):
 def test_b62_a_trainer_ends_whose_launcher_was_killed_before_it_was_made(monkeypatch):
     asked = []
     library = SimpleNamespace(prctl=lambda *given: asked.append(given))
-    monkeypatch.setattr(groups.ctypes, "CDLL", lambda _: library)  # pytest is not to end early
+    monkeypatch.setattr(spawn.ctypes, "CDLL", lambda _: library)  # pytest is not to end early
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     groups.end_with_launcher()  # ours lives
-    monkeypatch.setattr(groups.os, "getppid", lambda: 1)  # no signal comes for one that is gone
+    monkeypatch.setattr(spawn.os, "getppid", lambda: 1)  # no signal comes for one that is gone
     with pytest.raises(RuntimeError, match="launcher that started this trainer is gone"):
         groups.end_with_launcher()
     assert len(asked) == 2

@@ -1,0 +1,373 @@
+"""Write the pages of docs/reference from the code.
+
+    python docs/generate.py            # write them
+    python docs/generate.py --check    # exit with 1 if a committed page differs
+
+A page that the code can write is never edited by hand: flags come from the dataclass fields, the
+support table from its rules, JSON keys from help texts and docstrings. `tests/test_docs.py`
+compares the committed pages with what this script writes.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import io
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+# Every place where this script reaches into the code.
+import hf_longctx  # noqa: E402
+from hf_longctx import LongCtxArguments, LongCtxTrainingArguments, support  # noqa: E402
+from hf_longctx.cli.main import main as command_line  # noqa: E402
+from hf_longctx.training import report, steps  # noqa: E402
+from hf_longctx.verify.check import Row  # noqa: E402
+
+RECIPE = ROOT / "recipes" / "sft.py"  # holds ModelArguments and DataArguments
+BENCHMARKS = ROOT / "benchmarks"  # docstrings of its modules name the keys
+PROFILE = ROOT / "hf_longctx" / "cli" / "profile.py"
+
+REFERENCE = ROOT / "docs" / "reference"
+HEADER = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
+LONGCTX = "longctx_"
+
+
+# flags.md
+
+
+def flags() -> str:
+    """The flags of a training run, and those of the recipe."""
+    recipe = _load(RECIPE)
+    return "\n".join(
+        [
+            "# Flags",
+            "",
+            "The `--longctx_*` flags are fields of `LongCtxArguments`. `LongCtxTrainingArguments`",
+            "joins them with `TrainingArguments` of Transformers. A misspelt choice raises an",
+            "error that names the nearest one.",
+            "",
+            "## Batches, attention and servers",
+            "",
+            *_flag_rows(LongCtxArguments, named=lambda name: name.startswith(LONGCTX)),
+            "",
+            "## What `LongCtxTrainingArguments` changes",
+            "",
+            *_flag_rows(
+                LongCtxTrainingArguments,
+                named=lambda name: name in LongCtxTrainingArguments.__annotations__,
+            ),
+            "",
+            "## The recipe's own flags: model",
+            "",
+            *_flag_rows(recipe.ModelArguments),
+            "",
+            "## The recipe's own flags: data",
+            "",
+            *_flag_rows(recipe.DataArguments),
+            "",
+        ]
+    )
+
+
+def _flag_rows(owner: Any, *, named: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """A Markdown table: flag, values, default, help."""
+    hints = get_type_hints(owner)
+    rows = ["| flag | values | default | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(owner):
+        if named(field.name) and field.init:
+            values = _values(hints[field.name], name=field.name, owner=owner)
+            cells = f"`--{field.name}`", values, _code(field.default), field.metadata["help"]
+            rows.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    return rows
+
+
+def _values(hint: Any, *, name: str, owner: Any) -> str:
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        ours = owner is LongCtxArguments
+        return ", ".join(
+            f"`{value}`" + (" (not built yet)" if ours and not built(name, value) else "")
+            for value in choices
+        )
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    return " or ".join(kind.__name__ for kind in kinds)
+
+
+def built(name: str, value: str) -> bool:
+    """Whether a choice of a `longctx_*` flag works: one that is not built yet raises."""
+    try:
+        LongCtxArguments(**{name: value})
+    except ValueError as error:
+        return "not built yet" not in str(error)
+    return True
+
+
+def _code(value: object) -> str:
+    return "none" if value is None or value == "" else f"`{value}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+# support.md
+
+
+def support_table() -> str:
+    """What works under which attention name, and why not."""
+    return "\n".join(
+        [
+            "# What is supported, and what is refused",
+            "",
+            "Each row is a feature of a model or of a run. Rows with `refused` are rules: the",
+            "package raises a `ValueError` before the first step and names the value, the rule and",
+            "the remedy. `hf-longctx check --model M` applies the rules of models to yours.",
+            "",
+            support.table(),
+            "",
+        ]
+    )
+
+
+# logged_keys.md
+
+# The code names these keys where it forms them. A table `LOGGED_KEYS` beside `StepReport` would be
+# a better home for these lines; this script would then only print it.
+LOGGED_KEYS = {
+    "longctx_tokens": "tokens of the batches, without filler",
+    "longctx_fill": "those tokens over what the batches could hold",
+    "longctx_attention_before": "attention work of the busiest rank over the mean (max/mean), with "
+    "every task on the rank that holds its queries. Softmax layers only: the work of recurrent "
+    "layers follows the tokens, which are even",
+    "longctx_attention_after": "the same, as planned. Only `distca` and `ulysses` change it. "
+    "Attention servers count",
+    "longctx_bytes_moved": "bytes that all trainers sent",
+    "longctx_wait_seconds": "the longest time that any rank waited for messages",
+    "longctx_bytes_level_N": "in nested domains, the bytes that crossed level N; 0 is the "
+    "outermost. With `--longctx_topology 2x4`, level 0 is between the nodes, level 1 inside them",
+    "longctx_halved": "with `--longctx_overlap pingpong`, the share of batches that ran as two "
+    "halves",
+    "longctx_servers": "attention servers at the last batch",
+    "longctx_server_tasks": "the share of attention work that the servers did",
+}
+
+
+def logged_keys() -> str:
+    """The keys that each logged step adds."""
+    named = {*_keys_in(report), *_keys_in(steps), f"{report.LEVEL}N"}
+    if named != set(LOGGED_KEYS):
+        raise SystemExit(f"LOGGED_KEYS and the code differ: {sorted(named ^ set(LOGGED_KEYS))}")
+    return "\n".join(
+        [
+            "# Logged keys",
+            "",
+            "Each logged training step adds these keys to `trainer.state.log_history`. They cover",
+            "all trainers and all micro-batches since the last log.",
+            "",
+            "| key | meaning |",
+            "|---|---|",
+            *(f"| `{key}` | {text} |" for key, text in LOGGED_KEYS.items()),
+            "",
+            "`make demo` and the callback print them as a table at the end of a run.",
+            "",
+        ]
+    )
+
+
+def _keys_in(module: ModuleType) -> Iterator[str]:
+    """Constants that start with `longctx_`: keys of dict literals, and keys set in `logs`."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        keys: list[Any] = []
+        if isinstance(node, ast.Dict):
+            keys = node.keys
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            keys = [node.slice] if node.value.id == "logs" else []
+        for key in keys:
+            if isinstance(key, ast.Constant) and str(key.value).startswith(LONGCTX):
+                yield str(key.value)
+
+
+# json_keys.md
+
+BENCHMARK_PAGES = {  # heading -> modules whose docstrings list its keys
+    "packed": ("packed",),
+    "packed --model qwen3_next": ("packed_linear",),
+    "distca": ("distca", "tables", "exposed", "served"),
+    "charm": ("charm", "sweep"),
+    "zeco": ("zeco",),
+    "trainer": ("trainer",),
+    "plan": ("plan",),
+}
+# Keys of `verify` that repeat what was asked for, beside those its help explains.
+REPEATED = ("model", "attn_implementation", "dtype", "ranks", "layout", "overlap", "topology",
+            "ulysses_size")  # fmt: skip
+
+
+def json_keys() -> str:
+    """The keys of every JSON file that a command writes."""
+    figures, kill = _figures_of_verify()
+    lines = [
+        "# JSON keys",
+        "",
+        "Each command below writes one JSON object with `--json FILE`. Nested objects are printed",
+        "as `outer.inner`.",
+        "",
+        "## `hf-longctx verify`",
+        "",
+        f"What was asked for: {', '.join(f'`{key}`' for key in REPEATED)}.",
+        "",
+        *_table(figures),
+        "",
+        "With `--kill`:",
+        "",
+        *_table(kill),
+        "",
+        "## `hf-longctx check`",
+        "",
+        "`model`, and `rows` with one object per attention name:",
+        "",
+        *_table(_arguments(inspect.getdoc(Row) or "")),
+        "",
+        "## `--summary_json` of the recipe, `trainer.longctx_summary()`",
+        "",
+        _section(inspect.getdoc(report.summary) or "", "Returns"),
+        "",
+        "## `hf-longctx profile`",
+        "",
+        *_bullets(_docstring(PROFILE)),
+        "",
+    ]
+    for heading, modules in BENCHMARK_PAGES.items():
+        lines += [f"## `python -m benchmarks {heading}`", ""]
+        for module in modules:
+            lines += [*_bullets(_docstring(BENCHMARKS / f"{module}.py"))]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _figures_of_verify() -> tuple[dict[str, str], dict[str, str]]:
+    """Keys and their meaning, as `hf-longctx verify --help` lists them."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        command_line(["verify", "--help"])
+    text = printed.getvalue()
+    figures, kill = text.split("figures:\n", 1)[1].split("figures of --kill:\n", 1)
+    return _definitions(figures), _definitions(kill)
+
+
+def _definitions(text: str) -> dict[str, str]:
+    """`  key, key   meaning`, with further lines indented deeper -> key(s) -> meaning."""
+    found: dict[str, str] = {}
+    last = ""
+    for line in text.splitlines():
+        if key := re.match(r"  (\S.*?)(?:  +(.*))?$", line):
+            last = key[1]
+            found[last] = key[2] or ""
+        elif last and line.strip():
+            found[last] = f"{found[last]} {line.strip()}".strip()
+    return found
+
+
+def _table(found: Mapping[str, str]) -> list[str]:
+    keys = (", ".join(f"`{key}`" for key in keys.split(", ")) for keys in found)
+    rows = (f"| {key} | {_cell(text)} |" for key, text in zip(keys, found.values(), strict=True))
+    return ["| key | meaning |", "|---|---|", *rows]
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def _bullets(docstring: str) -> list[str]:
+    """The lines of a docstring's lists."""
+    found, inside = [], False
+    for line in docstring.splitlines():
+        inside = line.startswith("- ") or (inside and line.startswith("  "))
+        if inside:
+            found.append(line)
+    return found
+
+
+def _section(docstring: str, name: str) -> str:
+    """A docstring's section, without its indent."""
+    after = docstring.split(f"{name}:\n", 1)[1]
+    kept = [line for line in re.split(r"\n(?=\S)", after, maxsplit=1)[0].splitlines()]
+    return textwrap.dedent("\n".join(kept)).strip()
+
+
+def _arguments(docstring: str) -> dict[str, str]:
+    """Arguments of a docstring -> what they are."""
+    listed = re.split(r"\n(?=\S)", _section(docstring, "Args"))
+    parts = (" ".join(entry.split()).split(": ", 1) for entry in listed)
+    return {head.split(" (")[0]: text for head, text in parts}
+
+
+# api.md
+
+
+def api() -> str:
+    """mkdocstrings directives for every public name."""
+    lines = [
+        "# Python API",
+        "",
+        "`import hf_longctx` registers the attention names `distca`, `charm`, `ring`, `ulysses`",
+        "and `zeco_linear` with Transformers. Models with recurrent layers then refuse packed",
+        "documents under these names until they are prepared. It does nothing else.",
+        "",
+    ]
+    for name in sorted(hf_longctx.__all__):
+        lines += [f"## `{name}`", "", f"::: hf_longctx.{name}", ""]
+    return "\n".join(lines)
+
+
+def _load(path: Path) -> ModuleType:
+    """A script as a module, without running it as `__main__`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[path.stem]
+    return module
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "flags.md": flags,
+    "support.md": support_table,
+    "logged_keys.md": logged_keys,
+    "json_keys.md": json_keys,
+    "api.md": api,
+}
+
+
+def pages() -> dict[Path, str]:
+    """Path of each generated page -> its text."""
+    return {REFERENCE / name: HEADER + write() for name, write in PAGES.items()}
+
+
+def main(argv: list[str]) -> int:
+    """Write the pages, or compare them with those that are there."""
+    stale = []
+    for path, text in pages().items():
+        if argv == ["--check"]:
+            stale += [path.name] if not path.exists() or path.read_text() != text else []
+        else:
+            path.write_text(text)
+    if stale:
+        sys.stderr.write(f"stale: {', '.join(stale)}; run python docs/generate.py\n")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
