@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.channels import Channel
 from ..kernels.chunk_states import Summary
-from ..planning.planners.state_scan import HaloArray, ScanArray
+from ..planning.planners.state_scan import HaloArray
 from ..planning.program.counts import Widths, sent
 from ..planning.program.program import Program, ScanArray
 from .executor import Account, Execution, drive
