@@ -4,16 +4,13 @@
     python docs/generate.py --check    # exit with 1 if a committed page differs
 
 A page that the code can write is never edited by hand: flags come from the dataclass fields, the
-support table from its rules, JSON keys from help texts and docstrings. `tests/test_docs.py`
+support table from its rules, JSON keys from tables of the code and from docstrings. `tests/test_docs.py`
 compares the committed pages with what this script writes.
 """
 
 import ast
-import contextlib
 import dataclasses
-import importlib.util
 import inspect
-import io
 import re
 import sys
 import textwrap
@@ -28,13 +25,11 @@ sys.path.insert(0, str(ROOT))
 # Every place where this script reaches into the code.
 import hf_longctx  # noqa: E402
 from hf_longctx import LongCtxArguments, LongCtxTrainingArguments, support  # noqa: E402
-from hf_longctx.cli.main import main as command_line  # noqa: E402
+from hf_longctx.cli import profile, sft, verify  # noqa: E402
 from hf_longctx.training import report, steps  # noqa: E402
 from hf_longctx.verify.check import Row  # noqa: E402
 
-RECIPE = ROOT / "recipes" / "sft.py"  # holds ModelArguments and DataArguments
 BENCHMARKS = ROOT / "benchmarks"  # docstrings of its modules name the keys
-PROFILE = ROOT / "hf_longctx" / "cli" / "profile.py"
 
 REFERENCE = ROOT / "docs" / "reference"
 HEADER = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
@@ -46,7 +41,6 @@ LONGCTX = "longctx_"
 
 def flags() -> str:
     """The flags of a training run, and those of the recipe."""
-    recipe = _load(RECIPE)
     return "\n".join(
         [
             "# Flags",
@@ -68,11 +62,11 @@ def flags() -> str:
             "",
             "## The recipe's own flags: model",
             "",
-            *_flag_rows(recipe.ModelArguments),
+            *_flag_rows(sft.ModelArguments),
             "",
             "## The recipe's own flags: data",
             "",
-            *_flag_rows(recipe.DataArguments),
+            *_flag_rows(sft.DataArguments),
             "",
         ]
     )
@@ -207,14 +201,10 @@ BENCHMARK_PAGES = {  # heading -> modules whose docstrings list its keys
     "trainer": ("trainer",),
     "plan": ("plan",),
 }
-# Keys of `verify` that repeat what was asked for, beside those its help explains.
-REPEATED = ("model", "attn_implementation", "dtype", "ranks", "layout", "overlap", "topology",
-            "ulysses_size")  # fmt: skip
 
 
 def json_keys() -> str:
     """The keys of every JSON file that a command writes."""
-    figures, kill = _figures_of_verify()
     lines = [
         "# JSON keys",
         "",
@@ -223,13 +213,11 @@ def json_keys() -> str:
         "",
         "## `hf-longctx verify`",
         "",
-        f"What was asked for: {', '.join(f'`{key}`' for key in REPEATED)}.",
-        "",
-        *_table(figures),
+        *_table(verify.FIGURES),
         "",
         "With `--kill`:",
         "",
-        *_table(kill),
+        *_table(verify.KILL_FIGURES),
         "",
         "## `hf-longctx check`",
         "",
@@ -243,7 +231,11 @@ def json_keys() -> str:
         "",
         "## `hf-longctx profile`",
         "",
-        *_bullets(_docstring(PROFILE)),
+        *_table(profile.FIGURES),
+        "",
+        "With `--compare`, for each layout:",
+        "",
+        *_table(profile.COMPARED_FIGURES),
         "",
     ]
     for heading, modules in BENCHMARK_PAGES.items():
@@ -252,29 +244,6 @@ def json_keys() -> str:
             lines += [*_bullets(_docstring(BENCHMARKS / f"{module}.py"))]
         lines += [""]
     return "\n".join(lines)
-
-
-def _figures_of_verify() -> tuple[dict[str, str], dict[str, str]]:
-    """Keys and their meaning, as `hf-longctx verify --help` lists them."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        command_line(["verify", "--help"])
-    text = printed.getvalue()
-    figures, kill = text.split("figures:\n", 1)[1].split("figures of --kill:\n", 1)
-    return _definitions(figures), _definitions(kill)
-
-
-def _definitions(text: str) -> dict[str, str]:
-    """`  key, key   meaning`, with further lines indented deeper -> key(s) -> meaning."""
-    found: dict[str, str] = {}
-    last = ""
-    for line in text.splitlines():
-        if key := re.match(r"  (\S.*?)(?:  +(.*))?$", line):
-            last = key[1]
-            found[last] = key[2] or ""
-        elif last and line.strip():
-            found[last] = f"{found[last]} {line.strip()}".strip()
-    return found
 
 
 def _table(found: Mapping[str, str]) -> list[str]:
@@ -324,22 +293,9 @@ def api() -> str:
         "documents under these names until they are prepared. It does nothing else.",
         "",
     ]
-    for name in sorted(hf_longctx.__all__):
+    for name in sorted(name for name in hf_longctx.__all__ if not name.startswith("_")):
         lines += [f"## `{name}`", "", f"::: hf_longctx.{name}", ""]
     return "\n".join(lines)
-
-
-def _load(path: Path) -> ModuleType:
-    """A script as a module, without running it as `__main__`."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[path.stem]
-    return module
 
 
 PAGES: dict[str, Callable[[], str]] = {
