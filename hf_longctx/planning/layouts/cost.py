@@ -44,11 +44,16 @@ class LayerKind:
     def entries(self, start: ArrayLike, stop: ArrayLike, *, length: ArrayLike) -> np.ndarray:
         """Count the score entries of query rows `[start, stop)` of documents of `length` tokens."""
         start, stop, length = (np.asarray(x, np.int64) for x in (start, stop, length))
-        earlier = entries(start, stop, window=self.window)
+        earlier = self._up_to(stop) - self._up_to(start)
         if self.causal:
             return earlier
-        mirrored = entries(length - stop, length - start, window=self.window)
+        mirrored = self._up_to(length - start) - self._up_to(length - stop)
         return earlier + mirrored - (stop - start)  # both count the row itself
+
+    def _up_to(self, rows: np.ndarray) -> np.ndarray:
+        """Count the score entries of the first rows of a causal document."""
+        # Balancing spends most of its time here: without a window the closed form is faster.
+        return _clipped(rows + 1, self.window) if self.window else rows * (rows + 1) // 2
 
     def entries_over(
         self, start: np.ndarray, stop: np.ndarray, low: np.ndarray, high: np.ndarray, *,
@@ -58,6 +63,7 @@ class LayerKind:
         reach = self.window or length
         ahead = 1 if self.causal else reach
 
+        # Row p sees keys from p + 1 - reach to p + ahead. Counted: those below a key.
         def before(key: np.ndarray) -> np.ndarray:
             ends = _clipped(stop + ahead, key) - _clipped(start + ahead, key)
             return ends - _clipped(stop - reach + 1, key) + _clipped(start - reach + 1, key)
@@ -66,11 +72,12 @@ class LayerKind:
 
     def keys_seen(self, rows: Range, *, length: int) -> Range:
         """Return the keys that query rows `[start, stop)` of a document of `length` tokens see."""
-        low, high = keys_seen(rows, window=self.window)
-        if not self.causal:
-            mirrored, _ = keys_seen((length - rows[1], length - rows[0]), window=self.window)
-            high = length - mirrored
-        return low, high
+        # Planners ask this of every pair of runs: plain numbers, not `keys_seen_by` of arrays.
+        start, stop = rows
+        if not self.window:
+            return 0, stop if self.causal else length
+        high = stop if self.causal else min(length, stop + self.window - 1)
+        return max(0, start - self.window + 1), high
 
     def keys_seen_by(
         self, start: np.ndarray, stop: np.ndarray, *, length: np.ndarray
@@ -82,31 +89,11 @@ class LayerKind:
         return low, stop if self.causal else np.minimum(length, stop + self.window - 1)
 
 
-def _entries_before(position: ArrayLike, window: int) -> np.ndarray:
-    """Count the score entries of rows `[0, position)` of a document."""
-    rows = np.asarray(position, np.int64)
-    if not window:
-        return rows * (rows + 1) // 2
-    ramp = np.minimum(rows, window)  # rows that do not see a full window yet
-    return ramp * (ramp + 1) // 2 + (rows - ramp) * window
-
-
-def _clipped(number: np.ndarray, bound: np.ndarray) -> np.ndarray:
+def _clipped(number: np.ndarray, bound: np.ndarray | int) -> np.ndarray:
     """Sum 0, 1, ... up to `number` - 1, each at most `bound`."""
     number = np.maximum(number, 0)
     below = np.minimum(number, bound)
     return below * (below - 1) // 2 + (number - below) * bound
-
-
-def entries(start: ArrayLike, stop: ArrayLike, *, window: int) -> np.ndarray:
-    """Count the score entries of query rows `[start, stop)` of causal documents, by element."""
-    return _entries_before(stop, window) - _entries_before(start, window)
-
-
-def keys_seen(rows: Range, *, window: int) -> Range:
-    """Return the keys that query rows `[start, stop)` of a causal document see."""
-    start, stop = rows
-    return (max(0, start - window + 1) if window else 0, stop)
 
 
 def max_over_mean(loads: np.ndarray) -> float:

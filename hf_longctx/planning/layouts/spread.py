@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .cost import GRANULE, entries
+from .cost import GRANULE, LayerKind
 from .intervals import Range, subtract
 
 RankSegment = tuple[int, int, int, int]  # rank, document, start, stop
@@ -36,7 +36,7 @@ class _Spread:
     def __init__(self, lengths: list[int], room: list[int]) -> None:
         tokens = np.asarray(lengths, np.int64)
         order = np.argsort(-tokens, kind="stable")
-        work = entries(0, tokens, window=0)
+        work = LayerKind().entries(0, tokens, length=tokens)
         self.mean = float(work.sum()) / len(room)
         self.lengths, self.order = lengths, order.tolist()
         self.work: list[int] = work.tolist()

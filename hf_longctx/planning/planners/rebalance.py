@@ -52,16 +52,6 @@ def runs(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return item[held], start[held], stop[held]
 
 
-def work(
-    table: np.ndarray, *, layout: Layout, kind: LayerKind, costs: CostTable | None = None
-) -> np.ndarray:
-    """Return the score entries of each item, or its seconds by a table."""
-    item, start, stop = runs(table)
-    length = layout.lengths[table[item, DOCUMENT]]
-    each = cost(start, stop, length=length, kind=kind, costs=costs)
-    return np.bincount(item, weights=each, minlength=len(table))
-
-
 def cost(
     start: np.ndarray,
     stop: np.ndarray,
@@ -121,7 +111,11 @@ class Rebalance:
         self.target = _targets(served.sum(), speed=speed, linear=linear)
 
     def _cost(self, table: np.ndarray) -> np.ndarray:
-        return work(table, layout=self.layout, kind=self.kind, costs=self.costs)
+        """Return the score entries of each item, or its seconds by the table."""
+        item, start, stop = runs(table)
+        length = self.layout.lengths[table[item, DOCUMENT]]
+        each = cost(start, stop, length=length, kind=self.kind, costs=self.costs)
+        return np.bincount(item, weights=each, minlength=len(table))
 
     def make(
         self,

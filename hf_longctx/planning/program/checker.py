@@ -230,7 +230,7 @@ class Rank:
         self._same_rows(op.kv, op.dkv)
         low, high = self._seen(op.q, op.kv)
         pull = self.rows(op.grad) * self.rows(op.q)
-        keys = prefix(self._shared(op.kv, pull))
+        keys = prefix(self._per_query_head(op.kv, pull))
         self.rows(op.dq)[:] += pull * (keys[high] - keys[low])
         steps = np.zeros_like(keys)
         np.add.at(steps, low, pull)
