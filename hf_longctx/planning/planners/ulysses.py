@@ -10,6 +10,7 @@ gradients in rank order. Backward resends queries and keys, with delta in place 
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -185,10 +186,8 @@ class _HeadExchange:
                 same = list(run)
                 # Heads outside, tasks inside: neighbouring tasks on equal heads fuse.
                 for heads in self._evenly_shared():
-                    for op in same:
-                        yield map_blocks(
-                            op, lambda block, heads=heads: self._inner_block(block, heads)
-                        )
+                    narrowed = partial(self._inner_block, heads=heads)
+                    yield from (map_blocks(op, narrowed) for op in same)
             else:
                 yield from map(self._carried, run)
 
