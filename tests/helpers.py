@@ -1,4 +1,4 @@
-"""A plan and random rows -> what R ranks compute in one process, beside the naive reference.
+"""Run plans on random rows with R ranks in one process, and compare with the naive reference.
 
 Ranks run as threads with blocking waits, or in lock step in the calling thread. Letters: T tokens,
 H query heads, K key/value heads, D head size, R ranks.
@@ -369,7 +369,7 @@ def lock_step(runs: Sequence[Generator[Exchange]], *, seed: int = 0) -> None:
     while waiting:
         ready = [r for r, exchange in waiting.items() if exchange is None or exchange.done()]
         if not ready:  # relays are passed on by other threads
-            assert time.monotonic() - last < 5.0, f"ranks {sorted(waiting)} wait for each other"
+            assert time.monotonic() - last < 60.0, f"ranks {sorted(waiting)} wait for each other"
             time.sleep(0.0002)
             continue
         last = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tiny models and documents -> what one process computes, and what R ranks compute as threads.
+"""Make tiny models and documents, and run them on one process or on R ranks as threads.
 
 Batches come from the collator that training uses; both sides sum token losses and divide by all
 targets. Letters: R ranks, T tokens, V vocabulary.

@@ -106,7 +106,7 @@ def begin_scan(summary: Summary, *, call: ScanCall) -> "PendingScan":
             rank it may be of no tokens: its gradient, of zeros, is what makes backward run.
         call (`ScanCall`): With a program of `planners.state_scan.scan_program`.
     """
-    scan = _Scan(call, summary.state.shape, summary.decay.shape)
+    scan = _TwoWayScan(call, summary.state.shape, summary.decay.shape)
     return PendingScan(scan, _Begin.apply(scan, summary.state, summary.decay), summary.decay)
 
 
@@ -114,7 +114,7 @@ def begin_scan(summary: Summary, *, call: ScanCall) -> "PendingScan":
 class PendingScan:
     """A scan that has begun."""
 
-    _scan: "_Scan"
+    _scan: "_TwoWayScan"
     _begun: Tensor
     _decay: Tensor
 
@@ -139,7 +139,7 @@ def exchange_halo(x_TC: Tensor, *, width: int, call: ScanCall) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Scan:
+class _TwoWayScan:
     """One scan in both directions.
 
     Args:
@@ -200,7 +200,7 @@ class _Begin(torch.autograd.Function):
     """Start a scan; in backward, take what the reverse scan brought."""
 
     @staticmethod
-    def forward(ctx: Any, scan: _Scan, state_HNV: Tensor, decay: Tensor) -> Tensor:
+    def forward(ctx: Any, scan: _TwoWayScan, state_HNV: Tensor, decay: Tensor) -> Tensor:
         ctx.scan = scan
         if scan.call.saved is None:
             scan.start(ScanArray.SUMMARY, state_HNV, decay, back=False)
@@ -217,7 +217,7 @@ class _Finish(torch.autograd.Function):
     """Take the entering state; in backward, start the reverse scan."""
 
     @staticmethod
-    def forward(ctx: Any, scan: _Scan, token: Tensor, decay: Tensor) -> Tensor:
+    def forward(ctx: Any, scan: _TwoWayScan, token: Tensor, decay: Tensor) -> Tensor:
         saved = scan.call.saved
         entering = scan.finish(ScanArray.ENTERING) if saved is None else saved[0]
         ctx.scan = scan
@@ -227,7 +227,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scan: _Scan = ctx.scan
+        scan: _TwoWayScan = ctx.scan
         scan.entering, decay = ctx.saved_tensors
         if scan.call.forget is not None:
             scan.call.forget()

@@ -1,4 +1,4 @@
-"""`hf-longctx verify`: the bounds it judges by, its exit codes, and what it prints."""
+"""Run `hf-longctx verify`: the bounds it judges by, its exit codes, and what it prints."""
 
 from __future__ import annotations
 

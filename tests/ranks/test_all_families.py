@@ -1,5 +1,5 @@
-"""Causal families of Transformers, as small instances of their default configs -> each is exact
-over two ranks, or refused by name before anything runs.
+"""Check each causal family of Transformers, as a small instance of its default config: it is exact
+over two ranks, or rejected by name before anything runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`--longctx_cost measured`: every trainer plans by the first one's table, or refuses."""
+"""Plan by the first trainer's cost table on every trainer (`--longctx_cost measured`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families whose attention differs from Llama's, and the score features that they need."""
+"""Compare families whose attention differs from Llama's, and the score features they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that the halves of a ping-pong keep their thread state, and compute what one forward does."""
+"""Run two halves by turns: each keeps its state, and a model computes what it did without."""
 
 from __future__ import annotations
 

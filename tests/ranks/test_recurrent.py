@@ -1,4 +1,4 @@
-"""Recurrent layers on one process: packed documents equal each alone, other calls are as before."""
+"""Run recurrent layers on one process: packed documents equal each alone, other calls stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with recurrent layers over ranks: the outputs and gradients of one process, no leak."""
+"""Run models with recurrent layers over ranks: outputs and gradients of one process, no leak."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_no_thread_waits_where_nothing_is_relayed_nor_when_all_is_done() -> None
         hub = LateHub(4, seed=0)
         run_threads(plan, rows, channels=[Watched(hub, r) for r in range(4)])
         assert bool(seen) == expected
-    ends = time.monotonic() + 5.0
+    ends = time.monotonic() + 60.0
     while arrivals() and time.monotonic() < ends:
         time.sleep(0.001)
     assert not arrivals()
@@ -375,7 +375,7 @@ def test_a_lost_peer_is_named_at_the_next_wait() -> None:
     with pytest.raises(ExchangeError, match=expected):
         for exchange in run.phase(0):
             exchange.wait()
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 10.0
 
 
 def of_rank_0(ops: tuple[Op, ...], channel: ThreadChannel) -> Execution:

@@ -1,4 +1,4 @@
-"""charm and ring as they run: exact, with the bits, bytes and peaks of the plan at any timing."""
+"""Run charm and ring: exact, with the bits, bytes and peaks of the plan at any timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--longctx_scan auto`: a measured link -> one schedule on every rank, and a line about it."""
+"""Choose one schedule on every rank by the measured link (`--longctx_scan auto`), and log it."""
 
 from __future__ import annotations
 

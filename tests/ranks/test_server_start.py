@@ -1,4 +1,4 @@
-"""Strangers that connect to a run with servers, and servers that do not start."""
+"""Reject strangers who connect to a run with servers, and report servers that do not start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify`: models over gloo ranks are exact, and what is made wrong in a rank is seen."""
+"""Verify models over gloo ranks: they are exact, and faults put into a rank are found."""
 
 from __future__ import annotations
 

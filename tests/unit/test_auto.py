@@ -1,4 +1,4 @@
-"""`--longctx_topology auto`: measured links and a timed kernel -> the same choice on every rank."""
+"""Choose alike on every rank by measured links and a timed kernel (`--longctx_topology auto`)."""
 
 from __future__ import annotations
 

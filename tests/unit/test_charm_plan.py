@@ -1,4 +1,4 @@
-"""charm: programs are exact, cross each link once, in memory that does not grow with ranks."""
+"""Check charm's programs: exact, across each link once, in memory that does not grow with ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker accepts every plan and rejects every mutation; bytes and peaks by hand."""
+"""Check that the checker accepts every plan and rejects every mutation; count bytes by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,7 +190,7 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     return made
 
 
-@given(
+any_plan = given(
     lengths=st.lists(
         st.one_of(st.integers(1, 4), st.integers(1, 60), st.integers(200, 600)),
         min_size=1,
@@ -202,8 +203,9 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     layout=st.sampled_from(LAYOUTS),
     other=st.sampled_from(("charm", "ulysses")),
 )
-@examples(1000)
-def test_plans_of_a_thousand_document_sets_are_accepted(
+
+
+def planners_are_accepted(
     lengths: list[int],
     ranks: int,
     window: int,
@@ -212,6 +214,7 @@ def test_plans_of_a_thousand_document_sets_are_accepted(
     layout: str,
     other: str,
 ) -> None:
+    """Check every planner that needs no topology on these documents, and one of the others."""
     kind = replace(KIND, window=window, causal=causal, heads=ranks)
     plans = [(at, algorithm) for at in LAYOUTS for algorithm in ("distca", "ring")]
     for at, algorithm in [*plans, (layout, other)]:
@@ -221,6 +224,19 @@ def test_plans_of_a_thousand_document_sets_are_accepted(
                 held, kind=kind, options=PlanOptions(algorithm=algorithm, tolerance=tolerance)
             )
         )
+
+
+@any_plan
+@examples(60)
+def test_plans_of_random_document_sets_are_accepted(**drawn: Any) -> None:
+    planners_are_accepted(**drawn)
+
+
+@pytest.mark.slow
+@any_plan
+@examples(1000)
+def test_plans_of_a_thousand_document_sets_are_accepted(**drawn: Any) -> None:
+    planners_are_accepted(**drawn)
 
 
 @pytest.mark.parametrize(

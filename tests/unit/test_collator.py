@@ -1,4 +1,4 @@
-"""Packs of documents -> the rows of each rank, alone and under Accelerate's data loader."""
+"""Collate packs into the rows of each rank, alone and under Accelerate's data loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured costs: a table's arithmetic, plans that balance by it, and the commands around it."""
+"""Test measured costs: a table's arithmetic, plans that balance by it, and the commands."""
 
 from __future__ import annotations
 

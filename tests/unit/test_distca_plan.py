@@ -1,4 +1,4 @@
-"""Balanced plans: two golden batches move by move, and what holds for every batch."""
+"""Balance plans: two golden batches move by move, and what holds for every batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs run by ranks of one process: exact, in bytes and peaks as planned, whatever the order.
+"""Run programs on ranks of one process: exact, in planned bytes and peaks, in any order.
 
 Ranks are threads with blocking waits, or generators in lock step in one thread.
 """

@@ -1,4 +1,4 @@
-"""Documents -> two halves: by whole documents, equal in tokens, each a layout over all ranks."""
+"""Split a batch into two halves of whole documents and equal tokens, each over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges in head groups and parts of rows: exact, as planned in bytes and peaks, and checked."""
+"""Exchange in head groups and parts of rows: exact, with the planned bytes and peaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles, calls, kernels and merge against the naive reference, forward and backward."""
+"""Compare tiles, calls, kernels and merge with the naive reference, forward and backward."""
 
 from __future__ import annotations
 

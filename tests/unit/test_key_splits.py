@@ -1,4 +1,4 @@
-"""Tasks whose keys are cut: chosen where that saves bytes, exact, and merged in one order."""
+"""Split tasks by keys where that saves bytes: exact, and merged in one order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data loaders of the trainer: every trainer must hold the same documents."""
+"""Load data in the trainer: every trainer must hold the same documents."""
 
 from __future__ import annotations
 

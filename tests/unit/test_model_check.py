@@ -1,4 +1,4 @@
-"""`hf_longctx.check` and `hf-longctx check`: rows for every name, from a model or from a config."""
+"""Run `hf_longctx.check` and `hf-longctx check`: rows for every name, from a model or a config."""
 
 from __future__ import annotations
 

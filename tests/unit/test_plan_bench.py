@@ -1,4 +1,4 @@
-"""What plans move, counted without programs; and the planner's bench at small sizes."""
+"""Count what plans move, without programs; and run the planners' bench at small sizes."""
 
 from __future__ import annotations
 

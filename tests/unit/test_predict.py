@@ -1,4 +1,4 @@
-"""Predicted seconds: the notes' closed forms, programs against a clock, and what auto picks."""
+"""Predict seconds: closed forms, programs against a clock, and what auto picks."""
 
 from collections import Counter
 from dataclasses import replace

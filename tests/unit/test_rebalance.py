@@ -1,4 +1,4 @@
-"""What a move is charged, how far balance reaches, and work that cannot move."""
+"""Charge moves, limit balance, and leave work that cannot move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that recurrent layers reject by name what they cannot compute exactly."""
+"""Reject what recurrent layers cannot do exactly, by name, instead of a wrong number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scan and halo programs: exact at any number of ranks, broken at documents, one state per rank."""
+"""Plan scans and halos: exact at any number of ranks, broken at documents, one state per rank."""
 
 from __future__ import annotations
 

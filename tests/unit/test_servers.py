@@ -1,4 +1,4 @@
-"""Extra attention servers in plans and channels: shares by speed, and a loss that shows."""
+"""Plan for extra attention servers: tasks by speed, and a loss that shows."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def test_a_bridged_channel_reaches_peers_and_servers() -> None:
 
 
 def test_servers_that_stall_together_take_as_long_as_one() -> None:
-    bridges = [Hub(2, timeout=0.4).channels()[0] for _ in range(4)]
+    bridges = [Hub(2, timeout=1.5).channels()[0] for _ in range(4)]
     channel = BridgedChannel(None, bridges, ranks=1, rank=0)
     due = [(1 + n, torch.zeros(4, dtype=torch.uint8)) for n in range(4)]
     started = time.monotonic()
     channel.post([], due, what="a test").wait()
-    assert 0.4 <= time.monotonic() - started < 1.0
+    assert 1.5 <= time.monotonic() - started < 4 * 1.5  # what they take one after another
     assert len(channel.lost) == 4

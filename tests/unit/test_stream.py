@@ -1,4 +1,4 @@
-"""Streams: packs of a look-ahead window, equally many for all groups, rows checked as they come."""
+"""Stream packs of a look-ahead window: equally many for all groups, rows checked as they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that exchange heads: exact for any heads, alone and with charm or ring across domains."""
+"""Exchange heads between ranks: exact for any heads, alone and with charm or ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known faults at the scale of one kernel, one cut or one registration, with their wrong values."""
+"""Show known faults at the scale of one kernel, cut or registration, with their wrong values."""
 
 from __future__ import annotations
 

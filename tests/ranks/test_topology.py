@@ -1,4 +1,4 @@
-"""Places, the flag and given rates -> levels; who sends what to whom when links are probed."""
+"""Find domains of ranks from places, the flag and given rates, and probe links between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with recurrent layers that are not prepared, or no longer, refuse packed documents."""
+"""Reject packed documents in recurrent models that are not prepared, or no longer."""
 
 from __future__ import annotations
 
@@ -137,23 +137,6 @@ def test_a_pickled_model_refuses_documents_until_it_is_prepared_again(family):
             part(**DOCUMENTS)
     assert torch.equal(logits(hf_longctx.prepare(loaded), **DOCUMENTS), right)
     assert torch.equal(logits(copy.deepcopy(loaded), **DOCUMENTS), right)
-
-
-def refused(context: Any, *, file: str) -> str:
-    """A rank's job: what a process that has prepared nothing makes of a model that was."""
-    model = torch.load(file, weights_only=False)
-    try:
-        model(**DOCUMENTS)
-    except ValueError as error:
-        return f"{error} {bool(logits(hf_longctx.prepare(model), **DOCUMENTS).isfinite().all())}"
-    return "nothing was refused"
-
-
-@pytest.mark.parametrize("family", ["jamba", "mamba2"])
-def test_a_model_saved_whole_refuses_documents_in_another_process(family, tmp_path, rank_pool):
-    torch.save(hf_longctx.prepare(tiny("eager", family=family)), tmp_path / "whole.pt")
-    (found,) = rank_pool.run(refused, ranks=1, file=str(tmp_path / "whole.pt"))
-    assert re.search(f"{NO_LONGER} True$", found)
 
 
 def test_a_model_under_mixed_precision_is_still_prepared():
