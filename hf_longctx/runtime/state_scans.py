@@ -239,7 +239,7 @@ class _Halo(torch.autograd.Function):
         if call.saved is not None:
             return call.saved[0]
         before = tail_TC.new_zeros(width, 1, tail_TC.shape[1])
-        bound = {HaloArray.TAIL: {"x": tail_TC[:, None]}, HaloArray.HALO: {"x": before}}
+        bound: _Bound = {HaloArray.TAIL: {"x": tail_TC[:, None]}, HaloArray.HALO: {"x": before}}
         call.run(bound, widths=_channels(tail_TC), dtype=tail_TC.dtype, back=False)
         return before[:, 0]
 
@@ -250,7 +250,7 @@ class _Halo(torch.autograd.Function):
         if call.forget is not None:
             call.forget()
         wide = torch.promote_types(grad.dtype, torch.float32)
-        bound = {HaloArray.HALO_GRAD: {"dx": grad.to(wide)[:, None]}}
+        bound: _Bound = {HaloArray.HALO_GRAD: {"dx": grad.to(wide)[:, None]}}
         run = call.run(bound, widths=_channels(grad), dtype=grad.dtype, back=True)
         return None, None, run.fields(HaloArray.TAIL_GRAD)["dx"][:, 0].to(grad.dtype)
 

@@ -10,6 +10,7 @@ gradients in rank order. Backward resends queries and keys, with delta in place 
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -186,9 +187,7 @@ class _HeadExchange:
                 # Heads outside, tasks inside: neighbouring tasks on equal heads fuse.
                 for heads in self._evenly_shared():
                     for op in same:
-                        yield map_blocks(
-                            op, lambda block, heads=heads: self._inner_block(block, heads)
-                        )
+                        yield map_blocks(op, partial(self._inner_block, heads=heads))
             else:
                 yield from map(self._carried, run)
 
@@ -207,7 +206,7 @@ class _HeadExchange:
         yield from ((first, stop - first) for first, stop in pairwise(edges))
 
     def _carried(self, op: Op) -> Op:
-        op = map_blocks(op, lambda block: self._inner_block(block, self.own_heads))
+        op = map_blocks(op, partial(self._inner_block, heads=self.own_heads))
         if isinstance(op, Fold) and op.how == "delta":
             grad = op.parts[0].array == self.first + HomeArray.GRAD  # has delta already
             return op._replace(how="cat") if grad else op
