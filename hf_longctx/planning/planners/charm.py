@@ -233,7 +233,7 @@ class _Backward(_Forward):
             for peer, owner, rows in sorted(p for hop in hops for p in hop.sends):
                 back.setdefault(peer, []).append((peer, owner, rows))
             summands = {p: RowPlacement(builder.layout, [r[1:] for r in back[p]]) for p in back}
-            parts = {p: builder.placed(self.returned, rows) for p, rows in summands.items()}
+            parts = {p: builder.placed(self.returned, at) for p, at in summands.items()}
             sends = [
                 (peer, received.placement.blocks(array, owner, rows))
                 for peer, owner, rows in sorted(p for hop in hops for p in hop.recvs)
@@ -254,8 +254,13 @@ class _Backward(_Forward):
             target, placement = array, received.placement
             if level == outermost:  # the rows that this rank sent were its own
                 target, placement = self.own_returned, builder.home
+<<<<<<< HEAD
             for p, summand in summands.items():
                 done += builder.sum_into(target, placement, parts[p], summand)
+=======
+            for p, of_part in summands.items():
+                done += builder.sum_into(target, placement, parts[p], of_part)
+>>>>>>> planning
         yield done
 
 

@@ -186,8 +186,13 @@ class _HeadExchange:
                 same = list(run)
                 # Heads outside, tasks inside: neighbouring tasks on equal heads fuse.
                 for heads in self._evenly_shared():
+<<<<<<< HEAD
                     narrowed = partial(self._inner_block, heads=heads)
                     yield from (map_blocks(op, narrowed) for op in same)
+=======
+                    for op in same:
+                        yield map_blocks(op, partial(self._inner_block, heads=heads))
+>>>>>>> planning
             else:
                 yield from map(self._carried, run)
 
@@ -206,7 +211,7 @@ class _HeadExchange:
         yield from ((first, stop - first) for first, stop in pairwise(edges))
 
     def _carried(self, op: Op) -> Op:
-        op = map_blocks(op, lambda block: self._inner_block(block, self.own_heads))
+        op = map_blocks(op, partial(self._inner_block, heads=self.own_heads))
         if isinstance(op, Fold) and op.how == "delta":
             grad = op.parts[0].array == self.first + HomeArray.GRAD  # has delta already
             return op._replace(how="cat") if grad else op
