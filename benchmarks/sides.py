@@ -23,7 +23,7 @@ from hf_longctx.planning.layouts.layout import Halves, Layout
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.counts import Widths, sent_in_layer
 from hf_longctx.runtime.executor import Account, Runtime
-from hf_longctx.runtime.pingpong import run_in_halves
+from hf_longctx.runtime.pingpong import enable_pingpong
 from hf_longctx.verify.cost_profile import keep_pages
 from hf_longctx.verify.rank_pool import RankContext
 
@@ -122,7 +122,7 @@ def run_rank(
     run = RankRun({name: [] for name in sides}, {name: [] for name in sides})
     run.allocator = keep_pages()
     model = shape.model()
-    run_in_halves(model)
+    enable_pingpong(model)
     right: tuple[float, list[Tensor]] | None = None
     for number in range(rounds):
         for name, side in sides.items():

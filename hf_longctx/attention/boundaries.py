@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.documents import restarts
+
 
 def local_documents(
     *, batch: int, rows: int, position_ids: Tensor | None, **kwargs: Any
@@ -36,10 +38,11 @@ def local_documents(
             "hf_longctx [batch, tokens], or cu_seq_lens_q"
         )
     positions = position_ids.expand(batch, rows)
-    if bool((positions[:, 1:] - positions[:, :-1] == 1).all()):
+    within = restarts(positions)
+    if not bool(within.any()):
         return (rows,) * batch
     starts = torch.ones(batch, rows, dtype=torch.bool, device=positions.device)
-    starts[:, 1:] = positions[:, 1:] - positions[:, :-1] != 1
+    starts[:, 1:] = within
     first = starts.flatten().nonzero().flatten()
     end = first.new_tensor([batch * rows])
     return tuple(torch.diff(first, append=end).tolist())
@@ -78,9 +81,7 @@ def validate_padding(position_ids: Tensor | None, mask: Tensor) -> None:
         return
     itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)
     real = itself if mask.dtype == torch.bool else itself == 0
-    positions = position_ids.expand(real.shape)
-    both = real[:, 1:] & real[:, :-1]
-    if bool((both & (positions[:, 1:] - positions[:, :-1] != 1)).any()):
+    if bool(restarts(position_ids.expand(real.shape), real=real).any()):
         raise ValueError(
             "a padded batch with packed documents: position_ids restart between unpadded tokens, "
             "but a padding mask cannot carry boundaries; drop attention_mask and the padding"

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ..comm.bridge import BridgedChannel
 from ..data.batch import KEY, LongCtxBatch
+from ..data.documents import restarts
 from ..kernels.softmax import Scoring
 from ..planning.layouts.cost import LayerKind
 from ..planning.planners.plan import local_plan
 from ..runtime.autograd import Layer, attend
 from ..runtime.executor import Runtime
-from ..runtime.requests import call_servers
+from ..runtime.requests import send_requests
 from ..support import recurrent_family, validate_call
 from .boundaries import local_documents, validate_padding
 from .masks import Bidirectional, SlidingWindow, dense
@@ -156,7 +157,7 @@ def _validate_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, row
     expected = torch.from_numpy(batch.layout.positions(batch.rank)).to(position_ids.device)
     given = position_ids.expand(rows, -1).flatten().to(expected.dtype)
     if batch.layout.ranks == 1:  # whole documents, each from any position on
-        given, expected = given.diff() == 1, expected.diff() == 1
+        given, expected = restarts(given), restarts(expected)
     if not torch.equal(given, expected):
         raise ValueError(
             f"position_ids are not the positions that longctx_batch gives rank {batch.rank}'s rows "
@@ -202,7 +203,7 @@ def _with_batch(
     layer = Layer(program, runtime.channel, scoring, account, half=batch.half, index=index)
     if batch.speeds:
         assert isinstance(runtime.channel, BridgedChannel), "servers are reached over bridges"
-        layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
+        layer.call = partial(send_requests, runtime.channel, runtime.senders, plan)
     before = runtime.sent_bytes
     if recompute:
         layer.saved = batch.saved.take(name)

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..comm.arrivals import Arrival, Exchange, Following, Joined
-from ..comm.channels import Channel, Payload, Relaying, numbered
+from ..comm.arrivals import Arrival, Exchange, JoinedExchange, RelayedExchange
+from ..comm.channels import Channel, Payload, RelayChannel, select_channel
 from ..planning.program.operations import Block, Post
 from ..planning.program.program import Program
 
@@ -96,7 +96,7 @@ class Exchanges:
     def post(self, op: Post, *, phase: int) -> None:
         """Start an exchange; see `plan.program.Post`. Never blocks."""
         assert self.channel is not None, "a program that exchanges needs a channel"
-        channel = numbered(self.channel, op.channel)
+        channel = select_channel(self.channel, op.channel)
         what = f"exchange {op.tag} of {'backward' if self.backward else 'forward'} phase {phase}"
         what += self.of_layer
         arriving: _Arriving = []
@@ -110,7 +110,7 @@ class Exchanges:
         if op.tag not in self.relayed and op.after < 0:
             exchange = channel.post(_packed(sends), recvs, what=what)
         else:
-            assert isinstance(channel, Relaying), f"{type(channel).__name__} has no relays"
+            assert isinstance(channel, RelayChannel), f"{type(channel).__name__} has no relays"
             exchange = channel.post([], recvs, what=what)
             if op.tag in self.relayed:
                 fill = partial(_unpack, arriving, torch.is_inference_mode_enabled())
@@ -118,21 +118,21 @@ class Exchanges:
             if op.after >= 0:
                 exchange = self._relay(op.after, sends, channel, exchange, what=what)
             else:
-                exchange = Joined([channel.post(_packed(sends), [], what=what), exchange])
+                exchange = JoinedExchange([channel.post(_packed(sends), [], what=what), exchange])
         tensors = [each for _, of_message in (*sends, *arriving) for each in of_message]
         self._sizes[op.tag] = size(tensors)
         self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
         self._pending[op.tag] = _Pending(exchange, arriving, arrival)
 
     def _relay(
-        self, after: int, sends: _Leaving, channel: Relaying, received: Exchange, *, what: str
+        self, after: int, sends: _Leaving, channel: RelayChannel, received: Exchange, *, what: str
     ) -> Exchange:
         """Have the sends leave once the exchange that they pass on has arrived."""
         sizes = [(peer, size(tensors)) for peers, tensors in sends for peer in peers]
         leaving, upon = channel.reserve(sizes, what=what), self._pending[after].arrival
         assert upon is not None, after
-        upon.then(lambda: leaving.leave([data for _, data in _packed(sends)]))
-        return Following(upon, Joined([received, leaving]))
+        upon.then(lambda: leaving.send([data for _, data in _packed(sends)]))
+        return RelayedExchange(upon, JoinedExchange([received, leaving]))
 
     def _leaving(self, op: Post) -> _Leaving:
         """The distinct messages: what several peers get is copied once."""

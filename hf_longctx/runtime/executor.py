@@ -29,7 +29,7 @@ from ..planning.program.operations import Attend, AttendGrad, Block, Fold, HeadR
 from ..planning.program.program import HOME, KINDS, Field, Program
 from . import exchanges
 from .exchanges import Exchanges
-from .requests import Caller
+from .requests import RequestSender
 
 _Views = Sequence[Tensor]
 
@@ -312,13 +312,13 @@ class Runtime:
     Args:
         channel (`Channel`, *optional*): How the group exchanges; `None` where one process is alone.
         account (`Account`): Counts of calls, bytes and seconds.
-        callers (`tuple[Caller, ...]`): Tell each extra server what it will have to do; only the
-            group's first rank has them.
+        senders (`tuple[RequestSender, ...]`): One per extra server; only the first rank of a
+            group has them.
     """
 
     channel: Channel | None = None
     account: Account = field(default_factory=Account)
-    callers: tuple[Caller, ...] = ()
+    senders: tuple[RequestSender, ...] = ()
 
     @property
     def sent_bytes(self) -> int:

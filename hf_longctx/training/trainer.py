@@ -21,7 +21,7 @@ from ..data.stream import PackStream
 from ..planning.layouts.levels import Levels
 from ..planning.predict.predict import Auto
 from ..recurrent.prepare import prepare
-from ..runtime.pingpong import run_in_halves
+from ..runtime.pingpong import enable_pingpong
 from ..servers.replay import ReplayMixin
 from ..support import (
     NAMES,
@@ -164,7 +164,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         probe(self.model, name=self.longctx_attention)
         if self.args.longctx_overlap == "pingpong":
             validate_pingpong(self.longctx_attention, trainer=self)
-            run_in_halves(self.model)
+            enable_pingpong(self.model)
         self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:

@@ -25,7 +25,7 @@ from ..planning.predict.scan_schedule import NeighbourLink
 from ..planning.program.counts import sent_in_layer
 from ..recurrent.prepare import prepare
 from ..runtime.executor import Runtime
-from ..runtime.pingpong import run_in_halves
+from ..runtime.pingpong import enable_pingpong
 from ..servers.server_pool import ServerPool
 from ..training.measurements import BY_LINK, find_link
 from .rank_pool import RankContext
@@ -147,7 +147,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         enable({"use_reentrant": case.checkpointing == "reentrant"})
         model.enable_input_require_grads()
     if case.halves:
-        run_in_halves(model)
+        enable_pingpong(model)
     if case.name == "zeco_linear" and case.scan in BY_LINK and context.ranks > 1:
         case = replace(case, link=find_link(context.channel, ranks=context.ranks))
     result, runtime = RankResult(), Runtime(channel=context.channel)

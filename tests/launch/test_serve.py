@@ -30,7 +30,7 @@ from hf_longctx.planning.program.counts import Widths, peak_bytes
 from hf_longctx.planning.program.program import pack, unpack
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Runtime
-from hf_longctx.runtime.requests import Request, _Programs, call_servers
+from hf_longctx.runtime.requests import Request, _RecentPrograms, send_requests
 from hf_longctx.servers import handshake
 from hf_longctx.servers import server_pool as module
 from hf_longctx.servers.handshake import HandshakeError, ServerInfo, introduce
@@ -189,7 +189,7 @@ def test_both_sides_forget_the_same_programs():
     layout = cut([8], ranks=1, layout="contiguous")
     program = make_plan("distca", layout, kind=Rows.random(1).kind()).program(0)
     noise = np.random.default_rng(0)
-    sides = _Programs(), _Programs()
+    sides = _RecentPrograms(), _RecentPrograms()
     sent = 0
     for digest in noise.integers(0, 100, 1000).tolist():
         if sides[0].find(digest) is None:  # as the trainers do, then as the server does
@@ -212,7 +212,7 @@ def attend_once(context: RankContext, servers: ServerPool) -> float:
     runtime, program = servers.runtime, plan.program(context.rank)
     layer = Layer(program, runtime.channel, scoring(plan), runtime.account)
     if speeds:
-        layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
+        layer.call = partial(send_requests, runtime.channel, runtime.senders, plan)
     own = shard(layout, context.rank, rows)
     mine = differentiate(lambda q, k, v: attend(layer, q, k, v)[0], own)
     everyone: list[Any] = [None] * context.ranks

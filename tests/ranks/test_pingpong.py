@@ -1,4 +1,4 @@
-"""Two halves in turns: the thread's state stays with each, and a model computes what it would."""
+"""Test that the halves of a ping-pong keep their thread state, and compute what one forward does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_longctx.data.batch import KEY
 from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.data.packing import Piece
 from hf_longctx.runtime.executor import Runtime
-from hf_longctx.runtime.pingpong import Turns, _join, run_in_halves
+from hf_longctx.runtime.pingpong import PingPong, _join, enable_pingpong
 from hf_longctx.support import validate_pingpong
 from hf_longctx.verify import compare
 from hf_longctx.verify.rank_pool import RankContext
@@ -36,13 +36,13 @@ pytestmark = pytest.mark.usefixtures("references_once")
 SEEN: ContextVar[str] = ContextVar("seen", default="nothing")
 
 
-# Turns
+# Coroutines
 
 
 def both(first: Callable[[Callable[[], None]], Any], second: Any = None) -> list[Any]:
-    """What two functions of `turn` return."""
-    turns = Turns(lambda: first(turns.turn), lambda: (second or first)(turns.turn))
-    return turns.run()
+    """Return what two functions of `switch` return."""
+    halves = PingPong(lambda: first(halves.switch), lambda: (second or first)(halves.switch))
+    return halves.run()
 
 
 def test_halves_alternate_and_one_may_end_first():
@@ -169,7 +169,7 @@ def test_a_forward_that_is_no_method_is_refused():
     model = tiny("distca")
     model.forward = lambda **kwargs: None
     with pytest.raises(ValueError, match="forward of LlamaForCausalLM was replaced by a function"):
-        run_in_halves(model)
+        enable_pingpong(model)
 
 
 # The order of exchanges, over two ranks
@@ -204,7 +204,7 @@ def test_forward_and_backward_alternate_layer_by_layer(checkpointing):
                 {"use_reentrant": False, "preserve_rng_state": False}
             )
             model.enable_input_require_grads()
-        run_in_halves(model)
+        enable_pingpong(model)
         inputs = halved_inputs(rows, rank=rank, runtime=channels[rank].runtime, layout="contiguous")
         with precision(model.dtype):
             loss = model(**inputs, num_items_in_batch=1436).loss
@@ -267,7 +267,7 @@ def with_dropout(context: RankContext, *, kind: str) -> Trained:
         options = {"use_reentrant": kind == "reentrant"}
         model.activation_checkpointing_enable(options)
         model.enable_input_require_grads()
-        run_in_halves(model)
+        enable_pingpong(model)
     runtime = Runtime(channel=context.channel)
     rows = documents([300, 40, 180, 120])
     inputs = halved_inputs(rows, rank=context.rank, runtime=runtime)
@@ -350,7 +350,7 @@ def test_a_name_without_phases_is_refused(rank_pool):
 
 def test_evaluation_and_generation_see_the_model_as_it_was():
     model, plain = tiny("distca").eval(), tiny("distca").eval()
-    run_in_halves(model)
+    enable_pingpong(model)
     inputs = collate(documents([9, 4]))
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, plain(**inputs).logits)

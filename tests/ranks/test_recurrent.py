@@ -160,7 +160,7 @@ def test_positions_of_images_in_packed_documents():
     axes = PACKED.expand(3, -1, -1).clone()
     axes[1, 0, 2:5] = 2  # an image of the first document
     logits(model, input_ids=IDS[:, :7], position_ids=axes[..., :7])
-    with pytest.raises(ValueError, match="start again within a row, and no row of them counts"):
+    with pytest.raises(ValueError, match="restart within a row, and no row of them counts"):
         logits(model, input_ids=IDS, position_ids=axes)
     found = logits(model, input_ids=IDS, position_ids=axes, cu_seq_lens_q=BOUNDS)
     right = logits(model, input_ids=IDS[:, 8:48], position_ids=axes[..., 8:48])

@@ -25,7 +25,7 @@ from hf_longctx.kernels import reference as linear_reference
 from hf_longctx.planning.layouts.layout import Layout, cut
 from hf_longctx.planning.planners.state_scan import State, scan_program
 from hf_longctx.planning.predict.scan_schedule import Sizes
-from hf_longctx.recurrent.packed_layer import convolve, recurrent
+from hf_longctx.recurrent.packed_layer import run_convolution, run_recurrence
 from hf_longctx.runtime.executor import Account, Runtime
 from hf_longctx.verify.rank_pool import RankContext
 
@@ -164,8 +164,8 @@ class Case:
 
         def layer(q, k, v, log_decay, beta, x, weight, bias):  # type: ignore[no-untyped-def]
             rate = beta if beta.shape[1] else None
-            mixed = convolve(batch, self.module, x, weight, bias)
-            return recurrent("s", batch, self.module, q, k, v, log_decay, rate), mixed
+            mixed = run_convolution(batch, self.module, x, weight, bias)
+            return run_recurrence("s", batch, self.module, q, k, v, log_decay, rate), mixed
 
         def recomputed(**leaves: Tensor) -> tuple[Tensor, Tensor]:
             reentrant = self.checkpointing == "reentrant"

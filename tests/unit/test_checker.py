@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,7 +185,7 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     return made
 
 
-@given(
+any_plan = given(
     lengths=st.lists(
         st.one_of(st.integers(1, 4), st.integers(1, 60), st.integers(200, 600)),
         min_size=1,
@@ -197,8 +198,9 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     layout=st.sampled_from(LAYOUTS),
     other=st.sampled_from(("charm", "ulysses")),
 )
-@examples(1000)
-def test_plans_of_a_thousand_document_sets_are_accepted(
+
+
+def planners_are_accepted(
     lengths: list[int],
     ranks: int,
     window: int,
@@ -207,11 +209,25 @@ def test_plans_of_a_thousand_document_sets_are_accepted(
     layout: str,
     other: str,
 ) -> None:
+    """Check every planner that needs no topology on these documents, and one of the others."""
     kind = replace(KIND, window=window, causal=causal, heads=ranks)
     plans = [(at, algorithm) for at in LAYOUTS for algorithm in ("distca", "ring")]
     for at, algorithm in [*plans, (layout, other)]:
         held = cut(lengths, ranks=ranks, layout=at)
         check(make_plan(algorithm, held, kind=kind, tolerance=tolerance))
+
+
+@any_plan
+@examples(60)
+def test_plans_of_random_document_sets_are_accepted(**drawn: Any) -> None:
+    planners_are_accepted(**drawn)
+
+
+@pytest.mark.slow
+@any_plan
+@examples(1000)
+def test_plans_of_a_thousand_document_sets_are_accepted(**drawn: Any) -> None:
+    planners_are_accepted(**drawn)
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_a_missing_message_names_rank_operation_and_peer(algorithm: str) -> None
     started = time.monotonic()
     expected = (
         r"rank 1: exchange 0 of forward phase 0 with rank 0 did not finish: no message.*"
-        r"\(rank 0 may itself wait for one that is stopped or lost\)"
+        r"\(rank 0 may itself be blocked on a stalled or dead rank\)"
     )
     with pytest.raises(ExchangeError, match=expected):
         attend(layer, own.q, own.k, own.v)

@@ -1,4 +1,4 @@
-"""The repository's text -> what breaks a house rule: import layers, lengths, docstrings, leftovers.
+"""Judge the repository's text by the house rules: import layers, lengths, names, docstrings.
 
 Nothing of the package is imported: a file that cannot be imported is still judged.
 """
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hf_longctx"
-SOURCE_FOLDERS = (PACKAGE, "recipes", "examples", "tests")
+SOURCE_FOLDERS = (PACKAGE, "benchmarks", "recipes", "examples", "tests")
 
 # Bottom to top. A file imports only from its own layer and from the layers below it.
 LAYERS = (
@@ -173,6 +173,16 @@ def test_files_stay_short() -> None:
         if lines > cap:
             long.append(f"{path.relative_to(ROOT)}: {lines} lines, cap {cap}")
     assert not long, "\n".join(long)
+
+
+def test_class_names_are_defined_once() -> None:
+    places: dict[str, list[str]] = {}
+    for path in python_files(PACKAGE):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(place(path, line=node.lineno))
+    twice = [f"{name}: {', '.join(at)}" for name, at in places.items() if len(at) > 1]
+    assert not twice, "\n".join(twice)
 
 
 def test_leftovers_carry_a_link() -> None:

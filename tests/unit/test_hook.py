@@ -263,25 +263,6 @@ def test_b52_generate_and_decode_on_a_cache(name, family, cache, padding):
     assert found[0][0].shape == (2, 11)
 
 
-def generate_alone(context: Any, *, name: str) -> list[int]:
-    """Rank 0 generates and the others do nothing: any exchange would time out."""
-    if context.rank:
-        return []
-    model = tiny(name, dtype=torch.float32).eval()
-    prompt = ids(7)
-    given = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "max_new_tokens": 4}
-    tokens = model.generate(prompt, do_sample=False, **given)
-    assert not context.channel.sent
-    stock = tiny("sdpa", dtype=torch.float32).eval()
-    assert torch.equal(tokens, stock.generate(prompt, do_sample=False, **given))
-    return tokens[0].tolist()
-
-
-def test_b52_one_rank_alone_generates(rank_pool):
-    ours, others = rank_pool.run(generate_alone, ranks=2, name="distca")
-    assert others == [] and len(ours) == 11
-
-
 # Documents without a batch object
 
 
