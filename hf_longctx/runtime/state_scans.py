@@ -256,13 +256,8 @@ class _Halo(torch.autograd.Function):
         call, (grad,) = ctx.call, grads
         if call.forget is not None:
             call.forget()
-<<<<<<< HEAD
         wide = torch.promote_types(grad.dtype, torch.float32)  # a row may be in several halos
-        bound = {HaloArray.HALO_GRAD: {"dx": grad.to(wide)[:, None]}}
-=======
-        wide = torch.promote_types(grad.dtype, torch.float32)
         bound: _Bound = {HaloArray.HALO_GRAD: {"dx": grad.to(wide)[:, None]}}
->>>>>>> planning
         run = call.run(bound, widths=_channels(grad), dtype=grad.dtype, back=True)
         return None, None, run.fields(HaloArray.TAIL_GRAD)["dx"][:, 0].to(grad.dtype)
 

@@ -54,7 +54,7 @@ def describe_report(report: Mapping[str, float]) -> str:
 
 def serve_requests(bridge: Channel, stats: ServerStats) -> None:
     """Answer requests until the trainers are gone. Raises `ExchangeError` then."""
-    receiver = RequestReceiver(bridge)  # knows the programs that the trainers do not send twice
+    receiver = RequestReceiver(bridge)  # keeps the programs, which trainers send only once
     while True:
         request, program = receiver.receive()
         execution = Execution(

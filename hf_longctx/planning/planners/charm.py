@@ -254,13 +254,8 @@ class _Backward(_Forward):
             target, placement = array, received.placement
             if level == outermost:  # the rows that this rank sent were its own
                 target, placement = self.own_returned, builder.home
-<<<<<<< HEAD
             for p, summand in summands.items():
                 done += builder.sum_into(target, placement, parts[p], summand)
-=======
-            for p, of_part in summands.items():
-                done += builder.sum_into(target, placement, parts[p], of_part)
->>>>>>> planning
         yield done
 
 

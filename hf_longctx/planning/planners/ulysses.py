@@ -186,13 +186,8 @@ class _HeadExchange:
                 same = list(run)
                 # Heads outside, tasks inside: neighbouring tasks on equal heads fuse.
                 for heads in self._evenly_shared():
-<<<<<<< HEAD
-                    narrowed = partial(self._inner_block, heads=heads)
-                    yield from (map_blocks(op, narrowed) for op in same)
-=======
                     for op in same:
                         yield map_blocks(op, partial(self._inner_block, heads=heads))
->>>>>>> planning
             else:
                 yield from map(self._carried, run)
 
