@@ -175,6 +175,18 @@ def test_files_stay_short() -> None:
     assert not long, "\n".join(long)
 
 
+def test_each_class_name_is_defined_once() -> None:
+    """One meaning per name, leading underscores ignored."""
+    places: dict[str, list[str]] = {}
+    for path in python_files(PACKAGE):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                found = places.setdefault(node.name.lstrip("_"), [])
+                found.append(place(path, line=node.lineno))
+    twice = [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
+    assert not twice, "\n".join(twice)
+
+
 def test_leftovers_carry_a_link() -> None:
     unlinked = [
         place(path, line=number)
