@@ -120,7 +120,13 @@ class Cluster:
         self._holder.wait()
         self._stdout.close()
 
-    def run(self, command: Sequence[str], *, extra: Mapping[str, str] | None = None) -> int:
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        extra: Mapping[str, str] | None = None,
+        seconds: float | None = None,
+    ) -> int:
         """Run a command once per rank, in the directory where the cluster was made.
 
         What the ranks write is passed on line by line, behind `[rank]`. When one fails, the others
@@ -130,9 +136,13 @@ class Cluster:
             command (`Sequence[str]`): Program and arguments.
             extra (`Mapping[str, str]`, *optional*): Added to the environment, which is this
                 process's with that of `cluster_spec.environment`.
+            seconds (`float`, *optional*): How long the ranks may take.
 
         Returns:
             0, or the first other exit code; 128 + n for a rank that signal n ended.
+
+        Raises:
+            TimeoutError: Names the ranks that still run after `seconds`.
         """
         ranks: list[subprocess.Popen[str]] = []
         readers: list[threading.Thread] = []
@@ -140,7 +150,7 @@ class Cluster:
             for rank in range(self.spec.ranks):
                 ranks.append(self._start(command, rank=rank, extra=extra or {}))
                 readers += _readers(ranks[-1], rank=rank)
-            return _first_failure(ranks)
+            return _first_failure(ranks, seconds=seconds)
         finally:
             # Those on their way into the process namespace first: no order reaches them there.
             for process in ranks:
@@ -205,8 +215,9 @@ def _script(spec: ClusterSpec) -> str:
     return "\n".join(["set -e", places, *build_commands(spec), _ORDERS])
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[str]]) -> int:
+def _first_failure(ranks: Sequence[subprocess.Popen[str]], *, seconds: float | None) -> int:
     """Wait for all to end with 0, or for one that does not; the exit code."""
+    started = time.monotonic()
     while True:
         codes = [process.poll() for process in ranks]
         failed = next((code for code in codes if code), None)
@@ -214,6 +225,9 @@ def _first_failure(ranks: Sequence[subprocess.Popen[str]]) -> int:
             return failed if failed > 0 else 128 - failed
         if None not in codes:
             return 0
+        if seconds is not None and time.monotonic() - started > seconds:
+            running = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+            raise TimeoutError(f"after {seconds:g} s ranks {running} of the cluster still run")
         time.sleep(_POLL)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
-from .support import validate_arguments, validate_name
+from .support import validate_arguments, validate_extension_lock, validate_name
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,7 @@ class LongCtxArguments:
         self.check_longctx()
         following = getattr(super(), "__post_init__", None)  # of a TrainingArguments mixed in
         if following is not None:
+            validate_extension_lock(self)  # TrainingArguments starts DeepSpeed's process group
             following()
             for name, value in unset_batch_sizes(self).items():
                 setattr(self, name, 1)

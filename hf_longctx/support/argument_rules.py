@@ -3,10 +3,20 @@
 Layer: support.
 """
 
+import logging
+import os
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .rules import NESTED, Rule, field_except, validate_rules
+
+logger = logging.getLogger(__name__)
+
+_CPU_EXTENSION = "deepspeed_shm_comm"  # DeepSpeed compiles it as its process group starts
+_BUILD_SECONDS = 600.0  # ten times what the build takes on one slow core
 
 _USED_BY = (  # flag, default, names that use it, why the others do not
     ("longctx_topology", "auto", NESTED, "its plans do not use domains of ranks"),
@@ -34,6 +44,41 @@ def validate_unread_flags(arguments: Any, *, name: str, algorithm: str) -> None:
                 f"{flag}={value} under attn_implementation={name!r}: {why}; leave it at {default}, "
                 f"or use {' or '.join(names)}"
             )
+
+
+def validate_extension_lock(arguments: Any) -> None:
+    """Raise if DeepSpeed would wait forever for a build of its CPU extension that was killed.
+
+    torch guards each build of an extension with a lock file. A killed build leaves its lock behind,
+    and every later start waits until somebody removes it.
+
+    Args:
+        arguments: Training arguments, before Trainer starts the process group.
+
+    Raises:
+        ValueError: Names the lock file, its age and the remedy.
+    """
+    by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if not by_launcher and _any_deepspeed(arguments) is None:
+        return
+    ops = sys.modules.get("deepspeed.ops")
+    if ops is not None and not vars(ops).get("__compatible_ops__", True):
+        return  # extensions are switched off: nothing is built
+    from torch.utils.cpp_extension import get_default_build_root  # slow to import
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    # The default root has a folder for each version of Python; a root of one's own has none.
+    for lock in (*root.glob(f"{_CPU_EXTENSION}/lock"), *root.glob(f"*/{_CPU_EXTENSION}/lock")):
+        seconds = time.time() - lock.stat().st_mtime
+        if seconds > _BUILD_SECONDS:
+            raise ValueError(
+                f"{lock} is {seconds / 60:.0f} minutes old: a build of DeepSpeed's CPU extension "
+                "was killed, and DeepSpeed would wait for it forever. Remove the file and start "
+                "again"
+            )
+        logger.warning(
+            "DeepSpeed waits for a build of its CPU extension; if none is running, remove %s", lock
+        )
 
 
 def _accelerator_flag(name: str) -> Callable[[Any], object]:

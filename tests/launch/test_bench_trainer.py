@@ -1,4 +1,4 @@
-"""`python -m benchmarks trainer` at a tiny size: both sides train the same documents; never times."""
+"""Run `python -m benchmarks trainer` at a tiny size: both sides train the same documents."""
 
 from __future__ import annotations
 

@@ -17,9 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.cluster import Cluster, ClusterUnavailable, main
 from benchmarks.cluster_spec import ClusterSpec, build_commands, environment, hosts
+from benchmarks.on_cluster import run_on
+from hf_longctx.verify.rank_pool import RankContext
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_BY_TWO = "nodes=2,ranks_per_node=2,cross=100mbit"
@@ -200,6 +203,34 @@ def test_one_failure_ends_all(cluster: Cluster, end: str, code: int) -> None:
 def test_a_rank_that_ends_well_leaves_nothing_running(cluster: Cluster) -> None:
     assert cluster.run(["sh", "-c", "(exec >&- 2>&-; sleep 614) & sleep 0.2"]) == 0
     assert ended("cmdline", b"sleep\x00614\x00")
+
+
+def test_c30_ranks_that_run_too_long_are_named_and_ended(cluster: Cluster) -> None:
+    message = "after 1 s ranks 0, 2, 3 of the cluster still run"
+    with pytest.raises(TimeoutError, match=message):
+        cluster.run(["sh", "-c", "[ $RANK = 1 ] || sleep 615"], seconds=1.0)
+    assert ended("cmdline", b"sleep\x00615\x00")
+
+
+def wait_for_a_rank_that_sleeps(context: RankContext) -> None:
+    """Rank 0 joins no barrier."""
+    if context.rank == 0:
+        time.sleep(600)
+    torch.distributed.barrier(context.group)
+
+
+@pytest.mark.slow
+def test_c30_ranks_that_run_too_long_say_where(
+    namespaces: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    spec = ClusterSpec(nodes=2, ranks_per_node=1, cross=10**9)
+    with pytest.raises(TimeoutError, match="ranks 0, 1 of the cluster still run"):
+        run_on(spec, wait_for_a_rank_that_sleeps, seconds=20.0)
+    said = capfd.readouterr().err
+    for rank in range(2):
+        assert re.search(rf"^\[{rank}\] +File .* in wait_for_a_rank_that_sleeps$", said, re.M), said
 
 
 def test_command_line_returns_the_ranks_code(namespaces: None) -> None:

@@ -138,7 +138,7 @@ def test_real_attention_of_ours_and_of_others_is_right() -> None:
     case = replace(EIGHT, levels=Levels((2, 1)), lengths=(64,))
     spec = ClusterSpec(nodes=2, ranks_per_node=1, cross=10**9)
     try:
-        runs = run_on(spec, compare, channels=4, case=case, rounds=1, exact=True)
+        runs = run_on(spec, compare, channels=4, seconds=240.0, case=case, rounds=1, exact=True)
     except ClusterUnavailable as error:
         pytest.skip(str(error))
     names = {"charm", "ring", "ulysses", "hybrid", "torch_ring", "deepspeed"}

@@ -226,7 +226,7 @@ def test_ranks_of_a_cluster_run_the_sides() -> None:
     case = exposed.sides((1024, 1024) + (128,) * 16)["none"]
     spec = ClusterSpec(nodes=2, ranks_per_node=1, cross=10**9)
     try:
-        runs = run_on(spec, run_rank, shape=TINY, sides={"none": case}, rounds=1)
+        runs = run_on(spec, run_rank, seconds=240.0, shape=TINY, sides={"none": case}, rounds=1)
     except ClusterUnavailable as error:
         pytest.skip(str(error))
     assert step(runs, "none").sent == case.bytes_planned(TINY) > 0

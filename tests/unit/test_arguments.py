@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -15,7 +18,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_longctx import LongCtxArguments, LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.config import validate_removed_flags
-from hf_longctx.support import NAMES, NESTED, validate_unread_flags
+from hf_longctx.support import NAMES, NESTED, validate_extension_lock, validate_unread_flags
 from hf_longctx.training.groups import find_group
 
 SMALL = Case(lengths=(20, 9))
@@ -207,3 +210,28 @@ def test_a_group_size_over_several_trainers(monkeypatch):
     given.longctx_group_size = 4
     with pytest.raises(ValueError, match=re.escape("6 trainers; use one of [1, 2, 3, 6]")):
         find_group(given)
+
+
+@pytest.mark.parametrize("folder", ["", "py311_cpu"], ids=["own root", "default root"])
+def test_c30_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, caplog, folder):
+    lock = tmp_path / folder / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "deepspeed.ops", raising=False)
+    with_deepspeed, without = SimpleNamespace(deepspeed={}), SimpleNamespace(deepspeed=None)
+    validate_extension_lock(with_deepspeed)  # it may be building now
+    assert f"if none is running, remove {lock}" in caplog.text
+    os.utime(lock, (time.time() - 3000,) * 2)
+    validate_extension_lock(without)
+    message = f"{re.escape(str(lock))} is 50 minutes old: .* Remove the file and start again"
+    with pytest.raises(ValueError, match=message):
+        LongCtxTrainingArguments(output_dir=str(tmp_path), use_cpu=True, deepspeed={})
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=message):
+        validate_extension_lock(without)
+    monkeypatch.setitem(sys.modules, "deepspeed.ops", SimpleNamespace(__compatible_ops__={}))
+    validate_extension_lock(with_deepspeed)  # extensions are switched off
+    lock.unlink()
+    monkeypatch.delitem(sys.modules, "deepspeed.ops")
+    validate_extension_lock(with_deepspeed)
