@@ -4,15 +4,13 @@
     python docs/generate.py --check    # exit with 1 if a committed page differs
 
 A page that the code can write is never edited by hand: flags come from the dataclass fields, the
-support table from its rules, JSON keys from help texts and docstrings. `tests/test_docs.py`
+support table from its rules, JSON keys from tables of the code and from docstrings. `tests/test_docs.py`
 compares the committed pages with what this script writes.
 """
 
 import ast
-import contextlib
 import dataclasses
 import inspect
-import io
 import re
 import sys
 import textwrap
@@ -26,8 +24,7 @@ sys.path.insert(0, str(ROOT))
 # Every place where this script reaches into the code.
 import hf_longctx  # noqa: E402
 from hf_longctx import LongCtxArguments, LongCtxTrainingArguments, support  # noqa: E402
-from hf_longctx.cli import profile, sft  # noqa: E402
-from hf_longctx.cli.main import main as command_line  # noqa: E402
+from hf_longctx.cli import profile, sft, verify  # noqa: E402
 from hf_longctx.training import report  # noqa: E402
 from hf_longctx.verify.check import Row  # noqa: E402
 
@@ -167,14 +164,10 @@ BENCHMARK_PAGES = {  # heading -> modules whose docstrings list its keys
     "trainer": ("trainer",),
     "plan": ("plan",),
 }
-# Keys of `verify` that repeat what was asked for, beside those its help explains.
-REPEATED = ("model", "attn_implementation", "dtype", "ranks", "layout", "overlap", "topology",
-            "ulysses_size")  # fmt: skip
 
 
 def json_keys() -> str:
     """The keys of every JSON file that a command writes."""
-    figures, kill = _figures_of_verify()
     lines = [
         "# JSON keys",
         "",
@@ -183,13 +176,11 @@ def json_keys() -> str:
         "",
         "## `hf-longctx verify`",
         "",
-        f"What was asked for: {', '.join(f'`{key}`' for key in REPEATED)}.",
-        "",
-        *_table(figures),
+        *_table(verify.FIGURES),
         "",
         "With `--kill`:",
         "",
-        *_table(kill),
+        *_table(verify.KILL_FIGURES),
         "",
         "## `hf-longctx check`",
         "",
@@ -203,7 +194,11 @@ def json_keys() -> str:
         "",
         "## `hf-longctx profile`",
         "",
-        *_table(profile.FIGURES | profile.COMPARED_FIGURES),
+        *_table(profile.FIGURES),
+        "",
+        "With `--compare`, for each layout:",
+        "",
+        *_table(profile.COMPARED_FIGURES),
         "",
     ]
     for heading, modules in BENCHMARK_PAGES.items():
@@ -212,29 +207,6 @@ def json_keys() -> str:
             lines += [*_bullets(_docstring(BENCHMARKS / f"{module}.py"))]
         lines += [""]
     return "\n".join(lines)
-
-
-def _figures_of_verify() -> tuple[dict[str, str], dict[str, str]]:
-    """Keys and their meaning, as `hf-longctx verify --help` lists them."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        command_line(["verify", "--help"])
-    text = printed.getvalue()
-    figures, kill = text.split("figures:\n", 1)[1].split("figures of --kill:\n", 1)
-    return _definitions(figures), _definitions(kill)
-
-
-def _definitions(text: str) -> dict[str, str]:
-    """`  key, key   meaning`, with further lines indented deeper -> key(s) -> meaning."""
-    found: dict[str, str] = {}
-    last = ""
-    for line in text.splitlines():
-        if key := re.match(r"  (\S.*?)(?:  +(.*))?$", line):
-            last = key[1]
-            found[last] = key[2] or ""
-        elif last and line.strip():
-            found[last] = f"{found[last]} {line.strip()}".strip()
-    return found
 
 
 def _table(found: Mapping[str, str]) -> list[str]:
@@ -284,7 +256,7 @@ def api() -> str:
         "documents under these names until they are prepared. It does nothing else.",
         "",
     ]
-    for name in sorted(hf_longctx.__all__):
+    for name in sorted(name for name in hf_longctx.__all__ if not name.startswith("_")):
         lines += [f"## `{name}`", "", f"::: hf_longctx.{name}", ""]
     return "\n".join(lines)
 

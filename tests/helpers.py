@@ -11,15 +11,18 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_longctx.comm.arrivals import Exchange
 from hf_longctx.comm.channels import Channel, Hub, sent_over_all
@@ -181,6 +184,101 @@ def reference(
     """What one process computes, each document alone."""
     options = {"lengths": lengths, "scale": SCALE, "window": window, "causal": causal}
     return differentiate(lambda q, k, v: attention(q, k, v, **options), rows)
+
+
+def plain(rows: Rows, lengths: Sequence[int]) -> Results:
+    """Run stock attention in the rows' dtype on one process, each document alone."""
+
+    def documents(*qkv: Tensor) -> Tensor:
+        heads = [x.transpose(0, 1)[None].split(list(lengths), 2) for x in qkv]
+        outs = [
+            scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+            for q, k, v in zip(*heads, strict=True)
+        ]
+        return torch.cat(outs, 2)[0].transpose(0, 1)
+
+    return differentiate(documents, rows)
+
+
+def root_mean_square(found: Sequence[Results], right: Sequence[Results]) -> dict[str, float]:
+    """Root mean square difference of each tensor, over its entries and all samples."""
+    return {
+        name: float(
+            torch.cat(
+                [
+                    (getattr(a, name).double() - getattr(b, name).double()).flatten()
+                    for a, b in zip(found, right, strict=True)
+                ]
+            )
+            .square()
+            .mean()
+            .sqrt()
+        )
+        for name in Results.__slots__
+    }
+
+
+@lru_cache(maxsize=20)  # tests of one shape differ in how they compute, not in their samples
+def _sample(seed: int, lengths: tuple[int, ...], **shape: int) -> tuple[Rows, Results, Results]:
+    """bf16 rows, what stock attention makes of them, and the float64 result."""
+    rows = Rows.random(sum(lengths), dtype=torch.bfloat16, seed=seed, **shape)
+    return rows, plain(rows, lengths), reference(rows.to(torch.float64), lengths)
+
+
+def assert_bf16_rule(
+    compute: Callable[[Rows], Results], *, lengths: Sequence[int], samples: int = 20, **shape: int
+) -> None:
+    """Check that bf16 errors stay within twice, for gradients three times, the plain path's.
+
+    Errors are root mean squares over many samples: the largest error of one sample depends on the
+    order in which a processor adds up, so its quotient is mostly luck (C29).
+
+    Args:
+        compute: Outputs and gradients of bf16 rows.
+        lengths (`Sequence[int]`): Documents.
+        samples (`int`, *optional*, defaults to 20): Random rows to compare. Few are enough where
+            each tensor has tens of thousands of entries.
+        shape (`int`): Heads and head sizes, for `Rows.random`.
+    """
+    found, bounds, right = [], [], []
+    for seed in range(samples):
+        rows, bound, exact = _sample(seed, tuple(lengths), **shape)
+        found.append(compute(rows))
+        bounds.append(bound)
+        right.append(exact)
+    bound = root_mean_square(bounds, right)
+    for name, error in root_mean_square(found, right).items():
+        factor = 2 if name == "out" else 3
+        assert error <= factor * bound[name], (name, error, bound[name])
+
+
+def assert_bf16_reports(verify: Callable[..., dict[str, Any]], *, samples: int) -> None:
+    """Check bf16 reports of `compare.verify` by the rule of `assert_bf16_rule`.
+
+    The loss of one sample is one number, whose error is luck: fewer than 20 samples leave it out.
+
+    Args:
+        verify: Makes the report of documents with the lengths `document_lengths`.
+        samples (`int`): Sets of random documents.
+    """
+    keys = ("logit_error", "grad_error", "loss_error")[: 3 if samples >= 20 else 2]
+    noise = np.random.default_rng(0)
+    squares: dict[str, list[tuple[float, float]]] = {key: [] for key in keys}
+    for _ in range(samples):
+        lengths = tuple(map(int, noise.integers(2, 60, 3))) + (int(noise.integers(60, 120)),)
+        report = verify(document_lengths=lengths, dtype="bf16")
+        random = ("logit_error ", "grad_error ", "loss_error ")
+        assert [line for line in report["failed"] if not line.startswith(random)] == []
+        assert report["logit_error"] > 1e-4  # it did run in bf16
+        for key in keys:  # the bound is twice, or three times, the plain path's error
+            squares[key].append((report[key] ** 2, report["bounds"][key] ** 2))
+    for key, pairs in squares.items():
+        error, bound = np.sqrt(np.mean(pairs, axis=0))
+        assert error <= bound, (key, error, bound)
+
+
+# The fast run compares few samples, the slow one as many as a mean needs.
+SAMPLES = pytest.mark.parametrize("samples", [3, pytest.param(20, marks=pytest.mark.slow)])
 
 
 def scoring(plan: Plan) -> Scoring:

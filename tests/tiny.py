@@ -140,6 +140,42 @@ class Outcome:
         return float(np.max(found))  # NaN where there is one; max would hide it
 
 
+class Errors:
+    """Relative errors over many samples: of one sample they are mostly luck (C29).
+
+    A gradient's error is divided by the larger of its own root mean square and a thousandth of the
+    largest such figure in the model.
+    """
+
+    def __init__(self) -> None:
+        self.squares: dict[str, list[float]] = {"logits": [], "loss": [], "grads": []}
+
+    def add(self, found: Outcome, right: Outcome) -> None:
+        """Add one sample's errors against the exact outcome."""
+        pairs = zip(found.logits, right.logits, strict=True)
+        self.squares["logits"] += [_square(a - b) / _square(b) for a, b in pairs]
+        self.squares["loss"].append((found.loss / right.loss - 1) ** 2)
+        least = 1e-6 * max(map(_square, right.grads.values()))
+        self.squares["grads"] += [
+            _square(found.grads[name] - b) / max(_square(b), least)
+            for name, b in right.grads.items()
+        ]
+
+    def root_mean_square(self, key: str) -> float:
+        """Over the samples, and for gradients over the parameters."""
+        return float(np.sqrt(np.mean(self.squares[key])))
+
+    def assert_bf16_rule(self, plain: Errors) -> None:
+        """Check that errors stay within twice, for gradients three times, the plain path's."""
+        for key, factor in (("logits", 2), ("loss", 2), ("grads", 3)):
+            error, bound = self.root_mean_square(key), plain.root_mean_square(key)
+            assert error <= factor * bound, (key, error, bound)
+
+
+def _square(x: Tensor) -> float:
+    return float(x.double().square().mean())
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the parameters' gradients; zero where none came."""
     return {

@@ -70,20 +70,31 @@ def register_reference() -> None:
     AttentionMaskInterface.register(REFERENCE, attention_mask)
 
 
+# Products that, unlike elementwise operations, do not promote a float32 operand.
+_PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__}
+
+
 class KeepFloat64(TorchFunctionMode):
-    """Turns every request for float32 on a float64 tensor into one for float64."""
+    """Turn every request for float32 on a float64 tensor into one for float64.
+
+    Norms, routers and decays of stock modules ask for float32, which would hide errors below 1e-7.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.autograd.backward and kwargs["grad_tensors"]:
-            with self:  # a recompute's own, in which another recompute may lie
+            with self:  # a recompute's own backward, in which another recompute may lie
                 return _backward(args[0], kwargs["grad_tensors"])
         double = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
         if double:
             if func is Tensor.float:
                 return args[0]
+            if func in _PRODUCTS:
+                # Positions are integers turned to float32; rotary code before Transformers 5.24
+                # multiplies them with frequencies, which stay in float64 here.
+                args = tuple(a.double() if isinstance(a, Tensor) else a for a in args)
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64

@@ -224,7 +224,7 @@ def test_b57_fsdp2_saves_each_step_and_at_the_end(cases, folder):
 
 def test_fsdp2_refuses_to_save_or_restore_an_optimizer(cases):
     assert "save_only_model=True" in cases["fsdp2_save_optimizer"]["error"]
-    assert "load the checkpoint's weights" in cases["fsdp2_save"]["resume_error"]
+    assert "Load the checkpoint's weights" in cases["fsdp2_save"]["resume_error"]
 
 
 def test_deepspeed_resumes_exactly(cases, folder):

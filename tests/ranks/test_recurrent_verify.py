@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from helpers import SAMPLES, assert_bf16_reports
 from recurrent_models import FAMILIES
 from tiny import CONFIGS
 
@@ -42,5 +44,6 @@ def test_softmax_layers_run_by_the_flag(rank_pool, softmax):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "minimax"])
-def test_bf16_is_as_close_as_the_plain_path(rank_pool, family):
-    assert report_of(rank_pool, family, dtype="bf16")["failed"] == []
+@SAMPLES
+def test_bf16_is_as_close_as_the_plain_path(rank_pool, family, samples):
+    assert_bf16_reports(partial(report_of, rank_pool, family), samples=samples)

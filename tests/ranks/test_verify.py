@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SharedPool
+from helpers import SAMPLES, SharedPool, assert_bf16_reports
 from tiny import CONFIGS
 
 from hf_longctx import LongCtxArguments
@@ -124,24 +124,41 @@ def test_b47_checkpointing_of_both_kinds(rank_pool, name):
     assert report["bytes_sent"] == plain["bytes_sent"]
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("llama", {"ranks": 4, "checkpointing": True}), ("gemma2", {"ranks": 3, "dtype": "bf16"})],
-)
-def test_overlap_of_head_groups(rank_pool, family, options):
+def test_overlap_of_head_groups(rank_pool):
     arguments = LongCtxArguments(longctx_overlap="heads")
-    report = verify(rank_pool, family, arguments=arguments, **options)
+    report = verify(rank_pool, arguments=arguments, ranks=4, checkpointing=True)
     assert report["failed"] == []
     assert (report["overlap"], report["head_groups"]) == ("heads", 2)
     assert report["bytes_sent"] > 0
 
 
-def test_float32_and_bf16(rank_pool):
+@SAMPLES
+def test_overlap_of_head_groups_in_bf16(rank_pool, samples):
+    arguments = LongCtxArguments(longctx_overlap="heads")
+
+    def report(**given: Any) -> dict[str, Any]:
+        found = verify(rank_pool, "gemma2", arguments=arguments, ranks=3, **given)
+        assert (found["overlap"], found["head_groups"]) == ("heads", 2)
+        assert found["bytes_sent"] > 0
+        return found
+
+    assert_bf16_reports(report, samples=samples)
+
+
+def test_float32(rank_pool):
     in_float32 = verify(rank_pool, dtype="float32")
     assert_holds(in_float32, dict.fromkeys(FLOAT64, 1e-5) | FLOAT32 | ZERO)
-    in_bf16 = verify(rank_pool, dtype="bf16", ranks=3)
-    assert_holds(in_bf16, dict.fromkeys(FLOAT64, 0.1) | FLOAT32 | ZERO)
-    assert in_bf16["logit_error"] > 1e-4  # it did run in bf16
+
+
+@SAMPLES
+def test_bf16(rank_pool, samples):
+    def report(**given: Any) -> dict[str, Any]:
+        found = verify(rank_pool, ranks=3, **given)
+        for key, bound in (dict.fromkeys(FLOAT64, 0.1) | FLOAT32 | ZERO).items():
+            assert 0 <= found[key] <= bound, key
+        return found
+
+    assert_bf16_reports(report, samples=samples)
 
 
 def test_batches_hold_the_documents_that_break_things():

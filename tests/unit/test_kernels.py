@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import SCALE, Results, Rows, differentiate, examples, nan_memory, reference
+from helpers import (
+    SCALE,
+    Results,
+    Rows,
+    assert_bf16_rule,
+    differentiate,
+    examples,
+    nan_memory,
+    reference,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -318,19 +327,10 @@ def test_merge_of_extremes_is_finite() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_b31_bf16_error_does_not_grow_with_the_partials(parts: int) -> None:
-    exact = Rows.random(1024, heads=8, kv_heads=8, head_dim=64).to(torch.bfloat16)
-    right = reference(exact.to(torch.float64), [1024])
+    def compute(rows: Rows) -> Results:
+        return merged(rows, split(256, parts))
 
-    def plain(*qkv: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
-        return out[0].transpose(0, 1)
-
-    bound = differentiate(plain, exact).errors(right)
-    ours = merged(exact, split(1024, parts)).errors(right)
-    assert ours["out"] <= 2 * bound["out"]
-    for name in ("dq", "dk", "dv"):
-        assert ours[name] <= 3 * bound[name], name
+    assert_bf16_rule(compute, lengths=[256], heads=2, kv_heads=2, head_dim=64)
 
 
 def test_b33_rows_without_keys() -> None:
