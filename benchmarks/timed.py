@@ -27,7 +27,7 @@ from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.predict.predict import BACKWARD
 from hf_longctx.planning.predict.timeline import entries
 from hf_longctx.planning.program.counts import Widths, sent
-from hf_longctx.planning.program.program import HOME, Program
+from hf_longctx.planning.program.program import HomeArray, Program
 from hf_longctx.runtime.executor import Execution, drive
 from hf_longctx.verify.cost_profile import keep_pages
 from hf_longctx.verify.rank_pool import RankContext
@@ -160,7 +160,7 @@ class TimedExecution(Execution):
         work = entries(program, kind=case.kind, backward=backward)
         self._task_seconds: Iterator[float] = iter((work * each).tolist())
         self._overslept = 0.0
-        for array in range(len(HOME)):
+        for array in HomeArray:
             for tensor in self.fields(array).values():
                 tensor.zero_()
 

@@ -78,6 +78,7 @@ from hf_longctx.planning.layouts.levels import Levels  # noqa: E402
 from hf_longctx.planning.planners import state_scan  # noqa: E402
 from hf_longctx.planning.planners.options import PlanOptions  # noqa: E402
 from hf_longctx.planning.planners.plan import make_plan  # noqa: E402
+from hf_longctx.planning.planners.state_scan import HaloArray  # noqa: E402
 from hf_longctx.planning.program.counts import (  # noqa: E402
     Widths,
     message_peak_bytes,
@@ -91,19 +92,19 @@ from hf_longctx.planning.program.operations import (  # noqa: E402
     Post,
     Wait,
 )
-from hf_longctx.planning.program.program import Program  # noqa: E402
+from hf_longctx.planning.program.program import Program, ScanArray  # noqa: E402
 
 # Which arrays of a program a layer binds, and the record's word for each.
 OWN = {
     "attention": dict(enumerate(("q", "kv", "out", "grad", "dq", "dkv"))),
     "scan": {
-        state_scan.SUMMARY: "summary", state_scan.DECAY: "decay", state_scan.ENTERING: "entering",
-        state_scan.GRAD: "grad", state_scan.DECAY_T: "decay_t",
-        state_scan.LEAVING_GRAD: "leaving_grad",
+        ScanArray.SUMMARY: "summary", ScanArray.DECAY: "decay", ScanArray.ENTERING: "entering",
+        ScanArray.GRAD: "grad", ScanArray.DECAY_T: "decay_t",
+        ScanArray.LEAVING_GRAD: "leaving_grad",
     },
     "halo": {
-        state_scan.TAIL: "tail", state_scan.HALO: "halo", state_scan.TAIL_GRAD: "tail_grad",
-        state_scan.HALO_GRAD: "halo_grad", state_scan.RETURNED: "returned",
+        HaloArray.TAIL: "tail", HaloArray.HALO: "halo", HaloArray.TAIL_GRAD: "tail_grad",
+        HaloArray.HALO_GRAD: "halo_grad", HaloArray.RETURNED: "returned",
     },
 }  # fmt: skip
 # The package's words for kinds of arrays, folds and layouts, where they differ from the record's.

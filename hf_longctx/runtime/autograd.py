@@ -19,11 +19,9 @@ from torch.autograd.function import once_differentiable
 from ..comm.channels import Channel
 from ..kernels.softmax import Scoring, merge
 from ..planning.program.counts import Widths
-from ..planning.program.program import Program
+from ..planning.program.program import HomeArray, Program
 from .executor import Account, Execution, drive
 from .requests import Request
-
-_Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
 
 
 @dataclass(slots=True)
@@ -76,8 +74,8 @@ class Layer:
             account=self.account,
             layer=self.index,
         )
-        self.run.bind(_Q, q=q_THD)
-        self.run.bind(_KV, k=k_TKD, v=v_TKD)
+        self.run.bind(HomeArray.Q, q=q_THD)
+        self.run.bind(HomeArray.KV, k=k_TKD, v=v_TKD)
         return self.run
 
     def advance(self, phase: int) -> None:
@@ -116,7 +114,7 @@ class _Phase(torch.autograd.Function):
         if not last:
             return given[0].new_empty(0)
         if layer.saved is None:
-            fields = layer.finish().fields(_OUT)
+            fields = layer.finish().fields(HomeArray.OUT)
             out, lse = fields["out"], fields["lse"]
             if sinks is not None:
                 out, lse = _with_sinks(out, lse, sinks)
@@ -138,7 +136,7 @@ class _Phase(torch.autograd.Function):
             if layer.forget is not None:
                 layer.forget()
             run = layer.start(q, k, v, backward=True)
-            run.bind(_GRAD, grad_out=grads[0].contiguous(), out=out, lse=lse)
+            run.bind(HomeArray.GRAD, grad_out=grads[0].contiguous(), out=out, lse=lse)
         layer.advance(ctx.phases - 1 - ctx.index)
         if ctx.index:
             # the rows came detached: only the first phase returns their gradients
@@ -146,7 +144,7 @@ class _Phase(torch.autograd.Function):
             return None, None, None, d_sinks, grads[0].new_zeros(0), *rows
         run = layer.finish()
         dtype = run.dtype
-        dq, dkv = run.fields(_DQ), run.fields(_DKV)
+        dq, dkv = run.fields(HomeArray.DQ), run.fields(HomeArray.DKV)
         qkv = dq["dq"].to(dtype), dkv["dk"].to(dtype), dkv["dv"].to(dtype)
         return None, None, None, d_sinks, *qkv
 

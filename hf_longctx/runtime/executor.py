@@ -25,7 +25,7 @@ from ..kernels.kernel_calls import KernelCall, KernelTask, calls
 from ..kernels.softmax import Scoring, merge
 from ..planning.program.counts import Widths, heads_in, kept_heads, lifetimes
 from ..planning.program.operations import Attend, AttendGrad, Block, Fold, HeadRange, Op, Post, Wait
-from ..planning.program.program import HOME, KINDS, Field, Program, kept_with_program
+from ..planning.program.program import KINDS, TRANSIENT, Field, Program, kept_with_program
 from . import exchanges
 from .exchanges import Exchanges
 from .requests import RequestSender
@@ -215,7 +215,7 @@ class Execution:
         """
         if array not in self.arrays:
             self.arrays[array] = self._allocate(array)
-            if array >= len(HOME):
+            if array >= TRANSIENT:
                 self._live += exchanges.size(self.arrays[array].values())
                 self.account.peak_bytes = max(self.account.peak_bytes, self._live)
         return self.arrays[array]
@@ -272,7 +272,7 @@ class Execution:
 
     def _free(self) -> None:
         """Drop the transient arrays that no later operation of this direction touches."""
-        for array in [a for a in self.arrays if a >= len(HOME)]:
+        for array in [a for a in self.arrays if a >= TRANSIENT]:
             if self._last_use[array] < self._number:
                 self._live -= exchanges.size(self.arrays.pop(array).values())
 

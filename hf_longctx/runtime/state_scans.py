@@ -8,7 +8,7 @@ Layer: runtime. Letters: T tokens, H heads, N rows of the state, V its columns, 
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.channels import Channel
 from ..kernels.chunk_states import Summary
-from ..planning.planners import state_scan
+from ..planning.planners.state_scan import HaloArray
 from ..planning.program.counts import Widths, sent
-from ..planning.program.program import Program
+from ..planning.program.program import Program, ScanArray
 from .executor import Account, Execution, drive
 
-_Bound = dict[int, dict[str, Tensor]]  # array -> its fields
+_Bound = Mapping[Any, dict[str, Tensor]]  # array -> its fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class _TwoWayScan:
     def decay_grad(self, leaving: Tensor) -> Tensor | None:
         """Return dM from the gradient of the state that leaves."""
         entering, self.entering = self.entering, None
-        if not (self.call.program.blocks[:, 3] == state_scan.DECAY).any():
+        if not (self.call.program.blocks[:, 3] == ScanArray.DECAY).any():
             return None  # a document starts or ends on this rank: nothing passes through
         assert entering is not None
         # For a matrix dS S^T; a diagonal has the diagonal of that, and a factor per head its sum.
@@ -203,13 +203,13 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, scan: _TwoWayScan, state_HNV: Tensor, decay: Tensor) -> Tensor:
         ctx.scan = scan
         if scan.call.saved is None:
-            scan.start(state_scan.SUMMARY, state_HNV, decay, back=False)
+            scan.start(ScanArray.SUMMARY, state_HNV, decay, back=False)
         return state_HNV.new_empty(0)  # a token that orders the two nodes in backward
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        leaving = ctx.scan.finish(state_scan.LEAVING_GRAD)
+        leaving = ctx.scan.finish(ScanArray.LEAVING_GRAD)
         return None, leaving, ctx.scan.decay_grad(leaving)
 
 
@@ -219,7 +219,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scan: _TwoWayScan, token: Tensor, decay: Tensor) -> Tensor:
         saved = scan.call.saved
-        entering = scan.finish(state_scan.ENTERING) if saved is None else saved[0]
+        entering = scan.finish(ScanArray.ENTERING) if saved is None else saved[0]
         ctx.scan = scan
         ctx.save_for_backward(entering, decay)
         return entering
@@ -233,7 +233,7 @@ class _Finish(torch.autograd.Function):
             scan.call.forget()
         # Gradients pass through the transposed factor.
         decay = decay.mT if decay.shape[-1] > 1 else decay
-        scan.start(state_scan.GRAD, grads[0], decay, back=True)
+        scan.start(ScanArray.GRAD, grads[0], decay, back=True)
         return None, grads[0].new_zeros(0), None
 
 
@@ -246,7 +246,7 @@ class _Halo(torch.autograd.Function):
         if call.saved is not None:
             return call.saved[0]
         before = tail_TC.new_zeros(width, 1, tail_TC.shape[1])
-        bound = {state_scan.TAIL: {"x": tail_TC[:, None]}, state_scan.HALO: {"x": before}}
+        bound: _Bound = {HaloArray.TAIL: {"x": tail_TC[:, None]}, HaloArray.HALO: {"x": before}}
         call.run(bound, widths=_channels(tail_TC), dtype=tail_TC.dtype, back=False)
         return before[:, 0]
 
@@ -257,9 +257,9 @@ class _Halo(torch.autograd.Function):
         if call.forget is not None:
             call.forget()
         wide = torch.promote_types(grad.dtype, torch.float32)  # a row may be in several halos
-        bound = {state_scan.HALO_GRAD: {"dx": grad.to(wide)[:, None]}}
+        bound: _Bound = {HaloArray.HALO_GRAD: {"dx": grad.to(wide)[:, None]}}
         run = call.run(bound, widths=_channels(grad), dtype=grad.dtype, back=True)
-        return None, None, run.fields(state_scan.TAIL_GRAD)["dx"][:, 0].to(grad.dtype)
+        return None, None, run.fields(HaloArray.TAIL_GRAD)["dx"][:, 0].to(grad.dtype)
 
 
 def _channels(rows_TC: Tensor) -> Widths:

@@ -21,7 +21,7 @@ from late_channels import LateHub, LateThreads, assert_delays_change_nothing, lo
 from hf_longctx.comm.channels import ExchangeError, Hub, ThreadChannel
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.intervals import intersect
-from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, Placed, cut
+from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, PlacedSegment, cut
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
@@ -34,11 +34,10 @@ from hf_longctx.planning.program.counts import (
 )
 from hf_longctx.planning.program.message_queue import PlanError
 from hf_longctx.planning.program.operations import Attend, AttendGrad, Block, Fold, Op, Post, Wait
-from hf_longctx.planning.program.program import HOME, Held, Program, pack, unpack
+from hf_longctx.planning.program.program import Held, HomeArray, Program, pack, unpack
 from hf_longctx.runtime import exchanges
 from hf_longctx.runtime.executor import Execution
 
-_Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
 LENGTHS = [90, 1, 37, 60, 2, 10]
 Tree = dict[int, int]  # rank -> the rank that sends it the chunk; none for the owner
 
@@ -124,12 +123,12 @@ class _Rank:
         self.layout, self.rank, self.kind, self.ways = layout, rank, kind, ways
         self.arrays: list[tuple[str, int]] = []
         self.held: list[Held] = []
-        for array_kind in HOME:
-            self._array(array_kind, rank)
+        for array in HomeArray:
+            self._array(array.kind, rank)
         others = [c for c in range(layout.ranks) if c != rank]
-        self.kv = {rank: _KV} | {c: self._array("kv", c) for c in others}
-        self.dkv = {rank: _DKV} | {c: self._array("dkv", c) for c in others}
-        self.total, self.begun = self._array("part", rank), set[Placed]()
+        self.kv = {rank: HomeArray.KV} | {c: self._array("kv", c) for c in others}
+        self.dkv = {rank: HomeArray.DKV} | {c: self._array("dkv", c) for c in others}
+        self.total, self.begun = self._array("part", rank), set[PlacedSegment]()
 
     def _array(self, kind: str, owner: int) -> int:
         array = len(self.arrays)
@@ -163,7 +162,7 @@ class _Rank:
             posts.append(Post(tag + 1, sends, (), after=after, channel=channel))
         return [*posts], [Wait(post.tag) for post in posts]
 
-    def _tasks(self, chunk: int) -> list[tuple[Placed, Placed]]:
+    def _tasks(self, chunk: int) -> list[tuple[PlacedSegment, PlacedSegment]]:
         return [
             (mine, theirs)
             for mine in self.layout.of_rank(self.rank)
@@ -182,7 +181,11 @@ class _Rank:
         for mine, theirs in self._tasks(chunk):
             part = Block(self._array("part", self.rank), *_rows(mine))
             total = Block(self.total, *_rows(mine))
-            ops.append(Attend(Block(_Q, *_rows(mine)), Block(self.kv[chunk], *_rows(theirs)), part))
+            ops.append(
+                Attend(
+                    Block(HomeArray.Q, *_rows(mine)), Block(self.kv[chunk], *_rows(theirs)), part
+                )
+            )
             ops.append(Fold(total, (total, part) if mine in self.begun else (part,), "lse"))
             self.begun.add(mine)
         return ops
@@ -190,8 +193,8 @@ class _Rank:
     def _attend_grad(self, chunk: int) -> list[Op]:
         return [
             AttendGrad(
-                *(Block(_Q, *_rows(mine)), Block(self.kv[chunk], *_rows(theirs))),
-                *(Block(array, *_rows(mine)) for array in (_GRAD, _DQ)),
+                *(Block(HomeArray.Q, *_rows(mine)), Block(self.kv[chunk], *_rows(theirs))),
+                *(Block(array, *_rows(mine)) for array in (HomeArray.GRAD, HomeArray.DQ)),
                 Block(self.dkv[chunk], *_rows(theirs)),
             )
             for mine, theirs in self._tasks(chunk)
@@ -229,7 +232,7 @@ class _Rank:
     def build(self) -> Program:
         forward, backward = self._pass(backward=False), self._pass(backward=True)
         rows = self.layout.rows(self.rank)
-        forward.append(Fold(Block(_OUT, 0, rows), (Block(self.total, 0, rows),), "cat"))
+        forward.append(Fold(Block(HomeArray.OUT, 0, rows), (Block(self.total, 0, rows),), "cat"))
         reduced = [self._reduce(chunk) for chunk in self.ways.order]
         backward += [op for ops, _ in reduced for op in ops]
         backward += [op for _, left in reduced for op in left]
@@ -241,7 +244,7 @@ class _Rank:
         )
 
 
-def _rows(segment: Placed) -> tuple[int, int]:
+def _rows(segment: PlacedSegment) -> tuple[int, int]:
     return segment.row, segment.row + segment.stop - segment.start
 
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.planning.layouts.cost import LayerKind
-from hf_longctx.planning.layouts.layout import LAYOUTS, Placed, cut
+from hf_longctx.planning.layouts.layout import LAYOUTS, PlacedSegment, cut
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.planning.planners import charm
 from hf_longctx.planning.planners.hierarchical_units import queries_are_lighter
 from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
-from hf_longctx.planning.planners.remote_rows import RemoteRows
+from hf_longctx.planning.planners.remote_rows import RemoteRowsBuilder
 from hf_longctx.planning.predict.timeline import entries, events
 from hf_longctx.planning.program.checker import check
 from hf_longctx.planning.program.counts import Widths, peak_bytes, sent, sent_by_level
@@ -222,17 +222,17 @@ def test_rows_side_by_side_that_all_queries_see_are_one_task() -> None:
 
 
 def test_rows_side_by_side_that_some_query_does_not_see_stay_apart() -> None:
-    visits = RemoteRows(cut([64], ranks=2, layout="zigzag"), rank=0, kind=GQA)
-    query = Placed(0, 16, 0, 48, 64)
+    builder = RemoteRowsBuilder(cut([64], ranks=2, layout="zigzag"), rank=0, kind=GQA)
+    query = PlacedSegment(0, 16, 0, 48, 64)
     early, late = (
-        (Placed(1, 0, 0, a, a + 16), (Block(1, r, r + 16),)) for a, r in ((16, 0), (32, 16))
+        (PlacedSegment(1, 0, 0, a, a + 16), (Block(1, r, r + 16),)) for a, r in ((16, 0), (32, 16))
     )
-    own = Placed(0, 16, 0, 48, 64), (Block(1, 32, 48),)
-    assert visits.joined(query, [early, late, own]) == [
+    own = PlacedSegment(0, 16, 0, 48, 64), (Block(1, 32, 48),)
+    assert builder.joined(query, [early, late, own]) == [
         (own[0]._replace(start=16), (Block(1, 0, 48),))
     ]
-    assert visits.joined(query._replace(start=40), [late, early]) == [late, early]
-    windowed = RemoteRows(visits.layout, rank=0, kind=LayerKind(window=8))
+    assert builder.joined(query._replace(start=40), [late, early]) == [late, early]
+    windowed = RemoteRowsBuilder(builder.layout, rank=0, kind=LayerKind(window=8))
     assert windowed.joined(query, [early, late]) == [early, late]
 
 

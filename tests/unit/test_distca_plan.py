@@ -13,7 +13,7 @@ from helpers import GOLDEN_1, GOLDEN_2, LENGTHS, WINDOWS, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.planning.layouts.cost import GRANULE, LayerKind, entries, keys_seen
+from hf_longctx.planning.layouts.cost import GRANULE, LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, cut
 from hf_longctx.planning.planners.distca import balance
 from hf_longctx.planning.planners.key_splits import NO_SPLITS
@@ -235,7 +235,8 @@ def test_work_is_conserved_and_cut_at_the_granule(
     held = cut(lengths, ranks=ranks, layout=layout)
     kind = LayerKind(window=window, query_width=2, key_value_width=1)
     made = make_plan(held, kind=kind, options=PlanOptions(tolerance=tolerance))
-    total = sum(int(entries(0, n, window=window)) for n in lengths)
+    kind = LayerKind(window=window)
+    total = sum(int(kind.entries(0, n, length=n)) for n in lengths)
     before, after = made.work(balanced=False), made.work(balanced=True)
     assert before.sum() == after.sum() == total
     assert after.max() <= before.max() + (0 if not window else GRANULE * 2 * window)
@@ -268,14 +269,14 @@ def test_odd_lengths_keep_their_middle_row() -> None:
     [((0, 8), 0, (0, 8)), ((5, 8), 0, (0, 8)), ((5, 8), 4, (2, 8)), ((1, 2), 9, (0, 2))],
 )
 def test_keys_of_a_run_of_rows(rows: tuple[int, int], window: int, keys: tuple[int, int]) -> None:
-    assert keys_seen(rows, window=window) == keys
+    assert LayerKind(window=window).keys_seen(rows, length=9) == keys
 
 
 def test_entries_are_the_sum_of_what_each_row_sees() -> None:
     for window in (0, 1, 3, 50):
         for start, stop in ((0, 0), (0, 9), (4, 9), (8, 9)):
             seen = sum(min(row + 1, window if window else row + 1) for row in range(start, stop))
-            assert entries(start, stop, window=window) == seen
+            assert LayerKind(window=window).entries(start, stop, length=9) == seen
 
 
 DIGESTS = {  # of a plan's columns: a change here means that plans of older runs no longer compare

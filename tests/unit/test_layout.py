@@ -11,7 +11,7 @@ from helpers import GOLDEN_2, LENGTHS, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.planning.layouts.cost import GRANULE, entries, max_over_mean
+from hf_longctx.planning.layouts.cost import GRANULE, LayerKind, max_over_mean
 from hf_longctx.planning.layouts.intervals import (
     common,
     intersect,
@@ -37,7 +37,7 @@ def tokens(*ranges: tuple[int, int]) -> set[int]:
 def work(layout: Layout) -> np.ndarray:
     """Score entries of the rows that each rank holds."""
     held = layout.columns
-    cost = entries(held[:, 3], held[:, 4], window=0)
+    cost = LayerKind().entries(held[:, 3], held[:, 4], length=held[:, 4])
     return np.bincount(held[:, 0], weights=cost, minlength=layout.ranks)
 
 

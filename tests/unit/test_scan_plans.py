@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_longctx.planning.layouts.layout import Layout, cut
 from hf_longctx.planning.layouts.levels import NeighbourLink
 from hf_longctx.planning.planners import state_scan
-from hf_longctx.planning.planners.state_scan import DECAYS, SCHEDULES, State
+from hf_longctx.planning.planners.state_scan import DECAYS, SCHEDULES, HaloArray, State
 from hf_longctx.planning.predict.scan_schedule import Sizes, chosen, cuts, longest_chain
 from hf_longctx.planning.program.checker import check_states, lock_step
 from hf_longctx.planning.program.counts import Widths, message_peak_bytes, peak_bytes, sent
@@ -233,11 +233,11 @@ def test_halos_hold_the_rows_before_of_the_same_document(layout: Layout, width: 
     there = {r.rank: r for r in lock_step(made, backward=False)}
     back = {r.rank: r for r in lock_step(made, backward=True)}
     rows = {  # what each token's row holds, and what comes back to it
-        token: (there[rank].values[state_scan.TAIL][at], rank, at)
+        token: (there[rank].values[HaloArray.TAIL][at], rank, at)
         for rank in made
         for at, token in enumerate(flat[rank][-width:].tolist())
     }
-    returned = {rank: np.zeros_like(back[rank].values[state_scan.TAIL_GRAD]) for rank in made}
+    returned = {rank: np.zeros_like(back[rank].values[HaloArray.TAIL_GRAD]) for rank in made}
     received = 0
     for rank in range(layout.ranks):
         segments = layout.of_rank(rank)
@@ -245,11 +245,11 @@ def test_halos_hold_the_rows_before_of_the_same_document(layout: Layout, width: 
         first = begins[segments[0].document] + segments[0].start if segments else 0
         for distance in range(1, reach + 1):
             held, giver, at = rows[first - distance]
-            assert there[rank].values[state_scan.HALO][width - distance] == held
-            returned[giver][at] += back[rank].values[state_scan.HALO_GRAD][width - distance]
+            assert there[rank].values[HaloArray.HALO][width - distance] == held
+            returned[giver][at] += back[rank].values[HaloArray.HALO_GRAD][width - distance]
             received += 1
     for rank, grads in returned.items():
-        assert (back[rank].values[state_scan.TAIL_GRAD] == grads).all()
+        assert (back[rank].values[HaloArray.TAIL_GRAD] == grads).all()
     per_row = WIDTHS.row("x")
     assert sum(sum(sent(p, WIDTHS, backward=False).values()) for p in made.values()) == (
         received * per_row

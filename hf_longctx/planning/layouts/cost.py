@@ -1,12 +1,13 @@
-"""Rows of a document -> score entries: the cost of attention that planners balance.
+"""Compute what attention costs: score entries, or measured seconds, of runs of query rows.
 
-Layer: planning. A query row at position p of a causal document sees p + 1 keys, or at most `window`
-keys under a sliding window, so a run of rows costs the sum of that. `window` 0 means no window. A
-bidirectional row also sees the mirror image: later keys, as far as the window reaches backwards.
+A query row at position p of a causal document sees p + 1 keys, or at most `window` keys under a
+sliding window, so a run of rows costs the sum of that. `window` 0 means no window. A bidirectional
+row also sees the mirror image: later keys, as far as the window reaches backwards.
 
-Measured seconds of attention tasks by size -> what any task costs on that device. Score entries mispredict time: a kernel is slower on short pieces and on those near the
-diagonal. A table holds seconds per score entry over a grid of (query rows, keys); planners that are
-given one balance seconds instead of entries. It is part of a plan's input, the same on every rank.
+Score entries mispredict time: a kernel is slower on short pieces and on those near the diagonal. A
+`CostTable` holds measured seconds per score entry over a grid of (query rows, keys); planners that
+are given one balance seconds instead of entries. It is an input of plans, the same on every rank.
+Layer: planning.
 """
 
 import json
@@ -22,7 +23,7 @@ GRANULE = 128  # rows; a flash kernel loses speed on shorter pieces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What a planner must know of a layer: layers of one kind share one plan.
+    """What a planner must know of a layer. Layers of one kind share one plan.
 
     Args:
         window (`int`): Keys a row may see on one side, itself included; 0 for none.
@@ -30,7 +31,7 @@ class LayerKind:
         query_width (`int`): Elements of one token's queries, heads x head size.
         key_value_width (`int`): Elements of one token's keys and values together.
         kv_heads (`int`): Key/value heads, which an overlapped exchange cuts into groups.
-        heads (`int`): Query heads, which ranks of a domain share out.
+        heads (`int`): Query heads, which the ranks of a domain divide among themselves.
     """
 
     window: int = 0
@@ -41,22 +42,28 @@ class LayerKind:
     heads: int = 1
 
     def entries(self, start: ArrayLike, stop: ArrayLike, *, length: ArrayLike) -> np.ndarray:
-        """Score entries of query rows `[start, stop)` of documents of `length` tokens, int64."""
+        """Count the score entries of query rows `[start, stop)` of documents of `length` tokens."""
         start, stop, length = (np.asarray(x, np.int64) for x in (start, stop, length))
-        earlier = entries(start, stop, window=self.window)
+        earlier = self._up_to(stop) - self._up_to(start)
         if self.causal:
             return earlier
-        mirrored = entries(length - stop, length - start, window=self.window)
+        mirrored = self._up_to(length - start) - self._up_to(length - stop)
         return earlier + mirrored - (stop - start)  # both count the row itself
+
+    def _up_to(self, rows: np.ndarray) -> np.ndarray:
+        """Count the score entries of the first rows of a causal document."""
+        # Balancing spends most of its time here: without a window the closed form is faster.
+        return _clipped(rows + 1, self.window) if self.window else rows * (rows + 1) // 2
 
     def entries_over(
         self, start: np.ndarray, stop: np.ndarray, low: np.ndarray, high: np.ndarray, *,
         length: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        """Score entries of query rows `[start, stop)` with keys `[low, high)`, int64."""
+        """Count the score entries of query rows `[start, stop)` with keys `[low, high)`."""
         reach = self.window or length
         ahead = 1 if self.causal else reach
 
+        # Row p sees keys from p + 1 - reach to p + ahead. Counted: those below a key.
         def before(key: np.ndarray) -> np.ndarray:
             ends = _clipped(stop + ahead, key) - _clipped(start + ahead, key)
             return ends - _clipped(stop - reach + 1, key) + _clipped(start - reach + 1, key)
@@ -64,57 +71,38 @@ class LayerKind:
         return before(high) - before(low)
 
     def keys_seen(self, rows: Range, *, length: int) -> Range:
-        """The keys that query rows `[start, stop)` of a document of `length` tokens see."""
-        low, high = keys_seen(rows, window=self.window)
-        if not self.causal:
-            mirrored, _ = keys_seen((length - rows[1], length - rows[0]), window=self.window)
-            high = length - mirrored
-        return low, high
+        """Return the keys that query rows `[start, stop)` of a document of `length` tokens see."""
+        # Planners ask this of every pair of runs: plain numbers, not `keys_seen_by` of arrays.
+        start, stop = rows
+        if not self.window:
+            return 0, stop if self.causal else length
+        high = stop if self.causal else min(length, stop + self.window - 1)
+        return max(0, start - self.window + 1), high
 
     def keys_seen_by(
         self, start: np.ndarray, stop: np.ndarray, *, length: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`keys_seen` of many runs of rows: int64 first keys, and ends."""
+        """Return `keys_seen` of many runs of rows: int64 first keys, and ends."""
         if not self.window:
             return np.zeros_like(start), stop if self.causal else length.astype(np.int64)
         low = np.maximum(0, start - self.window + 1)
         return low, stop if self.causal else np.minimum(length, stop + self.window - 1)
 
 
-def _entries_before(position: ArrayLike, window: int) -> np.ndarray:
-    """Score entries of rows `[0, position)` of a document, int64."""
-    rows = np.asarray(position, np.int64)
-    if not window:
-        return rows * (rows + 1) // 2
-    ramp = np.minimum(rows, window)
-    return ramp * (ramp + 1) // 2 + (rows - ramp) * window
-
-
-def _clipped(number: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """The sum of 0, 1, ... up to `number` - 1, each at most `bound`."""
+def _clipped(number: np.ndarray, bound: np.ndarray | int) -> np.ndarray:
+    """Sum 0, 1, ... up to `number` - 1, each at most `bound`."""
     number = np.maximum(number, 0)
     below = np.minimum(number, bound)
     return below * (below - 1) // 2 + (number - below) * bound
 
 
-def entries(start: ArrayLike, stop: ArrayLike, *, window: int) -> np.ndarray:
-    """Score entries of query rows `[start, stop)` of causal documents (int64, by element)."""
-    return _entries_before(stop, window) - _entries_before(start, window)
-
-
-def keys_seen(rows: Range, *, window: int) -> Range:
-    """The keys that query rows `[start, stop)` of a causal document see."""
-    start, stop = rows
-    return (max(0, start - window + 1) if window else 0, stop)
-
-
 def max_over_mean(loads: np.ndarray) -> float:
-    """Largest load over the mean: 1.0 is perfect balance; 1.0 for no load at all."""
+    """Return the largest load over the mean: 1.0 is perfect balance, or no load at all."""
     mean = float(np.mean(loads)) if len(loads) else 0.0
     return float(np.max(loads)) / mean if mean else 1.0
 
 
-_LARGEST = 1 << 40  # of a grid's sizes
+_LARGEST = 1 << 40  # size that a grid may have: a larger one is a damaged file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +123,7 @@ class CostTable:
     tile: int = 1
 
     def seconds(self, rows: np.ndarray, keys: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """float64 by element: time of tasks.
+        """Return the time of tasks, float64 by element.
 
         Between grid points the rate is interpolated bilinearly, over logarithms of sizes; beyond
         the grid it is that of the nearest edge, where the kernel is saturated.
@@ -157,16 +145,16 @@ class CostTable:
         return rate * entries * padding
 
     def saturated(self) -> "CostTable":
-        """A device that runs every piece at this one's rate for the largest."""
+        """Return the table of a device that runs every piece at this one's rate for the largest."""
         return CostTable(rows=(1,), keys=(1,), per_entry=((self.per_entry[-1][-1],),))
 
     def to_json(self) -> str:
-        """The table as text that `from_json` reads."""
+        """Return the table as text that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "CostTable":
-        """A table from its text.
+        """Read a table from its text.
 
         Raises:
             ValueError: where the text is no table, or its grid does not rise or fit its rates.
@@ -196,7 +184,7 @@ class CostTable:
 
 
 def _place(sizes: np.ndarray, grid: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The grid point at or below each size, and how far on to the next one it lies, in [0, 1)."""
+    """Return the grid point at or below each size, and how far on to the next, in [0, 1)."""
     logs, at = np.log2(grid), np.log2(np.maximum(sizes, 1))
     low = np.clip(np.searchsorted(logs, at, side="right") - 1, 0, len(grid) - 1)
     step = np.append(np.diff(logs), 1.0)[low]

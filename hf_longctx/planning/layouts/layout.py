@@ -1,11 +1,12 @@
-"""Document lengths and a group size -> which rank holds which segments, in which order.
+"""Cut the documents of a batch over ranks: who holds which segments, in which order.
 
-Layer: planning. Ranks hold equal token counts (they differ by at most one). Within a rank, segments lie
-by document and position, so a rank's rows of one document read from left to right.
+Ranks hold equal token counts (they differ by at most one). Within a rank, segments lie by document
+and position, so a rank's rows of one document read from left to right.
 
-Document lengths of a batch -> two layouts of nearly equal tokens, by whole documents. Each half is a layout of its own over all ranks, planned and balanced apart, so that
-one half computes while the other's exchanges travel. A rank's rows are those of the first half,
-then those of the second.
+For ping-pong, `halve` makes two layouts of nearly equal tokens, by documents that are not cut. Each
+half is a layout of its own over all ranks, planned and balanced apart, so that one half computes
+while the other's exchanges travel. A rank's rows are those of the first half, then those of the
+second. Layer: planning.
 """
 
 from collections import defaultdict
@@ -18,13 +19,13 @@ import numpy as np
 
 from .intervals import touching
 from .levels import Levels
-from .spread import DocumentShare, spread
+from .spread import RankSegment, spread
 from .zigzag import zigzag
 
 LAYOUTS = ("contiguous", "zigzag", "spread")
 
 
-class Placed(NamedTuple):
+class PlacedSegment(NamedTuple):
     """Tokens `[start, stop)` of `document`, kept by `rank` from local row `row` on."""
 
     rank: int
@@ -36,12 +37,13 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where every token of a batch lies.
+    """The rank and row of every token of a batch.
 
     Args:
         lengths (`np.ndarray`): int32, tokens of each document.
         ranks (`int`): Ranks of the group.
-        columns (`np.ndarray`): int32 `[segments, 5]`, the fields of `Placed`, by rank and row.
+        columns (`np.ndarray`): int32 `[segments, 5]`: the fields of `PlacedSegment`, by rank
+            and row.
     """
 
     lengths: np.ndarray
@@ -53,60 +55,61 @@ class Layout:
         return Layout, (self.lengths, self.ranks, self.columns)
 
     @cached_property
-    def segments(self) -> tuple[Placed, ...]:
-        """All segments as views on the columns, by rank and row."""
-        return tuple(Placed(*row) for row in self.columns.tolist())
+    def segments(self) -> tuple[PlacedSegment, ...]:
+        """All segments, by rank and row."""
+        return tuple(PlacedSegment(*row) for row in self.columns.tolist())
 
     @cached_property
-    def by_document(self) -> dict[int, tuple[Placed, ...]]:
+    def by_document(self) -> dict[int, tuple[PlacedSegment, ...]]:
         """The segments of each document, by position."""
-        held: dict[int, list[Placed]] = defaultdict(list)
+        held: dict[int, list[PlacedSegment]] = defaultdict(list)
         for segment in self.segments:
             held[segment.document].append(segment)
         return {d: tuple(sorted(held[d], key=lambda s: s.start)) for d in held}
 
     @cached_property
-    def _of_ranks(self) -> dict[int, tuple[Placed, ...]]:
+    def _of_ranks(self) -> dict[int, tuple[PlacedSegment, ...]]:
         return {}
 
     def within(self, rank: int) -> slice:
-        """Which rows of `columns` are of `rank`; none of another than a rank."""
+        """Return which rows of `columns` are of `rank`; none for an extra server."""
         first, end = np.searchsorted(self.columns[:, 0], (rank, rank + 1)).tolist()
         return slice(first, end)
 
-    def of_rank(self, rank: int) -> tuple[Placed, ...]:
-        """The segments that `rank` holds, in row order; views are made on first use."""
+    def of_rank(self, rank: int) -> tuple[PlacedSegment, ...]:
+        """Return the segments that `rank` holds, in row order."""
         if rank not in self._of_ranks:
             self._of_ranks[rank] = tuple(
-                Placed(*row) for row in self.columns[self.within(rank)].tolist()
+                PlacedSegment(*row) for row in self.columns[self.within(rank)].tolist()
             )
         return self._of_ranks[rank]
 
     def rows(self, rank: int) -> int:
-        """Tokens that `rank` holds."""
+        """Count the tokens that `rank` holds."""
         held = self.columns[self.within(rank)]
         return int((held[:, 4] - held[:, 3]).sum())
 
     def positions(self, rank: int) -> np.ndarray:
-        """int64 `[rows]`: the position of each local row inside its document."""
+        """Return int64 `[rows]`: the position of each row of `rank` in its document."""
         runs = [np.arange(s.start, s.stop) for s in self.of_rank(rank)]
         return np.concatenate(runs) if runs else np.zeros(0, np.int64)
 
     def flat_rows(self, rank: int) -> np.ndarray:
-        """int64 `[rows]`: the index of each local row in the documents laid end to end."""
+        """Return int64 `[rows]`: the index of each row of `rank` in the documents end to end."""
         first = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         runs = [first[s.document] + np.arange(s.start, s.stop) for s in self.of_rank(rank)]
         return np.concatenate(runs) if runs else np.zeros(0, np.int64)
 
     def inverse(self) -> np.ndarray:
-        """int64 `[tokens]`: for each token of the documents laid end to end, its index in the
-        ranks' rows laid end to end. `concat(rows of all ranks)[inverse()]` restores document order.
+        """Return int64 `[tokens]`: where each token of the documents lies in all ranks' rows.
+
+        `concat(rows of all ranks)[inverse()]` restores the order of the documents.
         """
         return np.argsort(np.concatenate([self.flat_rows(r) for r in range(self.ranks)]))
 
     @property
     def spanning_documents(self) -> int:
-        """Documents with tokens on more than one rank."""
+        """How many documents have tokens on more than one rank."""
         return sum(len({s.rank for s in held}) > 1 for held in self.by_document.values())
 
 
@@ -124,10 +127,11 @@ def cut(
         lengths (`Sequence[int]`): Tokens of each document, each at least 1.
         ranks (`int`): Ranks of the group, at least 1.
         layout (`str`): `contiguous` (documents end to end, cut in equal parts), `zigzag` (every
-            document head-tail over all ranks) or `spread` (long documents head-tail over several
-            ranks, as wide as balances attention, the rest whole, and cut where none has room).
-        odd (`int`, *optional*, defaults to 0): Where tokens that do not divide begin to go, one to
-            a rank: at rank `odd % ranks`.
+            document head-tail over all ranks) or `spread` (long documents head-tail over as many
+            ranks as balance attention, others on one rank, or cut where none has room).
+        odd (`int`, *optional*, defaults to 0): The ranks from `odd % ranks` on get one token more,
+            where tokens do not divide.
+        levels (`Levels`, *optional*): Nested domains, which `zigzag` keeps documents in.
 
     Raises:
         ValueError: on an unknown layout, fewer than one rank, no document or an empty document.
@@ -143,13 +147,14 @@ def cut(
         raise ValueError(f"a batch needs documents of at least one token, got lengths {lengths}")
     total = int(sum(lengths))
     room = [total // ranks + ((r - odd) % ranks < total % ranks) for r in range(ranks)]
-    place: dict[str, Callable[[list[int], list[int]], Iterator[DocumentShare]]] = {
+    place: dict[str, Callable[[list[int], list[int]], Iterator[RankSegment]]] = {
         "contiguous": _contiguous,
         "zigzag": partial(zigzag, levels=levels),
         "spread": spread,
     }
-    shares = np.asarray(list(place[layout](list(map(int, lengths)), list(room))), np.int64)
-    rank, document, start, stop = shares[np.lexsort(shares.T[[2, 1, 0]])].T
+    placed = np.asarray(list(place[layout](list(map(int, lengths)), list(room))), np.int64)
+    rank, document, start, stop = placed[np.lexsort(placed.T[[2, 1, 0]])].T
+    # A document may be placed in pieces that meet on a rank: they are one segment.
     first, last = touching(start, stop, rank, document)
     rank, document, start, stop = rank[first], document[first], start[first], stop[last]
     rows = np.bincount(rank, weights=stop - start, minlength=ranks).astype(np.int64)
@@ -160,8 +165,8 @@ def cut(
     return Layout(np.asarray(lengths, np.int32), ranks, columns)
 
 
-def _contiguous(lengths: list[int], room: list[int]) -> Iterator[DocumentShare]:
-    """Documents end to end, cut where a rank is full."""
+def _contiguous(lengths: list[int], room: list[int]) -> Iterator[RankSegment]:
+    """Place documents end to end, cut where a rank is full."""
     rank = 0
     for document, n in enumerate(lengths):
         start = 0
@@ -174,12 +179,12 @@ def _contiguous(lengths: list[int], room: list[int]) -> Iterator[DocumentShare]:
             start += taken
 
 
-SMALLEST = 1 / 4  # of a batch's tokens: a half below it hides too little of the other's exchanges
+SMALLEST = 1 / 4  # of a batch's tokens: a smaller half hides too little of the other's exchanges
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Halves:
-    """A batch and its two halves.
+    """A batch and its two halves for ping-pong.
 
     Args:
         whole (`Layout`): All documents, as they were numbered.
@@ -191,7 +196,7 @@ class Halves:
 
 
 def halve(lengths: Sequence[int], *, ranks: int, layout: str) -> Halves | None:
-    """Cut documents over ranks as two halves; the same everywhere.
+    """Cut documents over ranks as two halves of nearly equal tokens.
 
     The longest documents go first, each to the half with fewer tokens.
 
@@ -223,7 +228,7 @@ def halve(lengths: Sequence[int], *, ranks: int, layout: str) -> Halves | None:
 def _end_to_end(
     lengths: Sequence[int], parts: Sequence[Layout], documents: Sequence[Sequence[int]]
 ) -> Layout:
-    """One layout in which a rank's rows of each part lie one after the other."""
+    """Join layouts into one in which a rank's rows of the parts lie one after the other."""
     columns, rows = [], np.zeros(parts[0].ranks, np.int32)
     for part, numbers in zip(parts, documents, strict=True):
         moved = part.columns.copy()

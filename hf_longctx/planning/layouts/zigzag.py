@@ -1,9 +1,9 @@
-"""Document lengths and free rows -> the `zigzag` layout, flat or within nested domains.
+"""Place documents by the `zigzag` layout, flat or within nested domains.
 
-Layer: planning. Flat, every document lies head-tail over all ranks. With levels, one that fits in a
-domain stays inside, so that none of its keys crosses the domain's link, and longer ones lie
-head-tail over as few domains as hold them. Ranks hold equal tokens all the same: where no domain
-has rows left for the whole of a document, it is cut too.
+Flat, every document lies head-tail over all ranks. With levels, one that fits into a domain stays
+inside, so that none of its keys crosses the domain's link, and longer ones lie head-tail over as
+few domains as hold them. Ranks hold equal tokens all the same: where no domain has rows left for
+all of a document, it is cut too. Layer: planning.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ import numpy as np
 
 from .intervals import Range
 from .levels import Levels
-from .spread import DocumentShare
+from .spread import RankSegment
 
 
 class _Run(NamedTuple):
-    """Rows of a document: one range, or what lies at both ends of it."""
+    """Rows of a document: one range, or two with a gap in the middle."""
 
     document: int
     ranges: tuple[Range, ...]
@@ -32,7 +32,7 @@ class _Run(NamedTuple):
         return sum((start + 1 + stop) * (stop - start) / 2 for start, stop in self.ranges)
 
     def head_tail(self, taken: Sequence[int]) -> Iterator["_Run"]:
-        """Cut it in parts of so many rows, each taken in halves from both ends of what is left."""
+        """Cut it into parts of so many rows, each half from the head and half from the tail."""
         low, high = 0, self.rows
         for rows in taken:
             front, back = low + (rows + 1) // 2, high - rows // 2
@@ -40,7 +40,7 @@ class _Run(NamedTuple):
             low, high = front, back
 
     def _ranges(self, low: int, high: int) -> Iterator[Range]:
-        """Where the rows `[low, high)`, counted over all ranges, lie."""
+        """Yield the tokens of rows `[low, high)`, counted over all ranges."""
         for start, stop in self.ranges:
             first, last = max(low, 0), min(high, stop - start)
             if first < last:
@@ -48,8 +48,8 @@ class _Run(NamedTuple):
             low, high = low - (stop - start), high - (stop - start)
 
 
-def zigzag(lengths: list[int], room: list[int], *, levels: Levels) -> Iterator[DocumentShare]:
-    """Place each document head-tail over the ranks of the smallest domain that it fits in.
+def zigzag(lengths: list[int], room: list[int], *, levels: Levels) -> Iterator[RankSegment]:
+    """Place each document head-tail over the ranks of the smallest domain that it fits into.
 
     Args:
         lengths (`list[int]`): Tokens of each document.
@@ -62,13 +62,11 @@ def zigzag(lengths: list[int], room: list[int], *, levels: Levels) -> Iterator[D
 
 def _within(
     runs: Sequence[_Run], room: list[int], first: int, sizes: tuple[int, ...]
-) -> Iterator[DocumentShare]:
+) -> Iterator[RankSegment]:
     """Place runs in the domain that begins at rank `first` and has these sizes.
 
-    The longest first, in a member that has room for it; then what fits in none, cut over those with
-    the most rows left. A member's load is its attention work once rows of average density, that of
-    all runs still to be placed, fill it: a denser run goes where that is least, others where it is
-    most.
+    The longest run comes first, to a member that has room for it; then runs that fit into none,
+    cut over the members with the most rows left.
     """
     if len(sizes) == 1:
         yield from _over_ranks(runs, room, first)
@@ -85,6 +83,8 @@ def _within(
 
     cut, rows, unplaced = [], int(free.sum()), sum(run.work for run in runs)
     for run in sorted(runs, key=lambda run: -run.rows):
+        # A member's load is its work once rows of average density fill it, that of all runs still
+        # to be placed. A denser run goes where that is least, others where it is most.
         density = (unplaced - run.work) / max(rows - run.rows, 1)
         load = work + density * free
         order = load if run.work >= density * run.rows else -load
@@ -103,19 +103,18 @@ def _within(
         parts = run.head_tail(taken[chosen].tolist())
         for member, part in zip(chosen.tolist(), parts, strict=True):
             keep(member, part)
+    # By document and position again: ranks keep their rows so.
     for member, own in enumerate(kept):
         yield from _within(sorted(own), members[member], first + member * width, sizes[1:])
 
 
-def _over_ranks(runs: Sequence[_Run], room: list[int], first: int) -> Iterator[DocumentShare]:
-    """Each run head-tail over all ranks from `first` on, in nearly equal parts.
-
-    Tokens that do not divide go one each to the ranks with the most room, so nothing is padded.
-    """
+def _over_ranks(runs: Sequence[_Run], room: list[int], first: int) -> Iterator[RankSegment]:
+    """Place each run head-tail over all ranks from `first` on, in nearly equal parts."""
     left = list(room)
     for run in runs:
         each, extra = divmod(run.rows, len(left))
         taken = [each] * len(left)
+        # The rest goes, a token each, to the ranks with the most room, so nothing is padded.
         for rank in sorted(range(len(left)), key=lambda rank: (-left[rank], rank))[:extra]:
             taken[rank] += 1
         for rank, part in enumerate(run.head_tail(taken)):

@@ -1,8 +1,8 @@
-"""A layout -> balanced attention tasks: who computes which query rows.
+"""Plan `distca`: balance attention tasks over processes, whoever holds their rows.
 
-Layer: planning. Core attention disaggregation, arXiv 2510.18121, section 4.2, with the head-tail items
-of appendix B. A task is a run of query rows with every key that they see; `subranges` may then lend
-some of its keys to another process, whose partial is merged at home.
+Core attention disaggregation, arXiv 2510.18121, section 4.2, with the head-tail items of appendix
+B. A task is a run of query rows with every key that they see; `key_splits` may then have another
+process attend to some of its keys, whose partial is merged at home. Layer: planning.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ..layouts.intervals import touching
 from ..layouts.layout import Layout
 from .rebalance import DOCUMENT, HOME, SERVER, Rebalance, cost, runs
 
-RUNGS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)  # over the tolerance, where nothing comes within it
+EXCESSES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)  # over the tolerance, where nothing keeps within it
 
 
 class Task(NamedTuple):
@@ -41,18 +41,18 @@ def balance(
     linear: Sequence[float] = (),
     costs: CostTable | None = None,
 ) -> np.ndarray:
-    """Move items between servers until each is within `tolerance` of its share of the work.
+    """Move items between servers until each is within `tolerance` of its target work.
 
     Args:
         layout (`Layout`): Where the tokens lie; each rank first serves its own rows.
         kind (`LayerKind`): What a row sees, and its widths, which weigh a move's bytes.
-        tolerance (`float`): Allowed excess over a share, as a fraction; `inf` moves nothing.
+        tolerance (`float`): Allowed excess over the target, as a fraction; `inf` moves nothing.
         speeds (`Sequence[float]`, *optional*): How fast each extra server is beside a rank, whose
-            speed is 1; shares are in proportion.
+            speed is 1; targets are in proportion.
         linear (`Sequence[float]`, *optional*): Other work of each process, in score entries (with
-            `costs`, in seconds), that its share of attention makes room for; a server's is what it
-            waits for ranks. None by default, as where ranks hold equally many tokens and are
-            equally fast.
+            `costs`, in seconds), beside which it does less attention; for a server, the time that
+            it waits for ranks. None by default: ranks hold equally many tokens and are equally
+            fast.
         costs (`CostTable`, *optional*): Balance seconds by it; by default score entries.
 
     Returns:
@@ -67,7 +67,7 @@ def balance(
     if len(tables) == 1:
         return tables[0]
 
-    # Cuts and fusions change what pieces cost, so a greedy that foresees less may end better.
+    # Cuts and fusions change what pieces cost, so a greedy by flat rates may end better.
     def busiest(table: np.ndarray) -> float:
         document, start, stop, _, server = tasks(table).astype(np.int64).T
         each = cost(start, stop, length=layout.lengths[document], kind=kind, costs=costs)
@@ -77,23 +77,24 @@ def balance(
 
 
 def _balanced(moves: Rebalance, tolerance: float) -> np.ndarray:
-    """The item table once no move is left to make."""
-    load, share = moves.load, moves.share
-    allowed = (1 + tolerance) * share
-    # A step lasts as long as its busiest server: once that is near its share, moves only cost
+    """Return the item table once no move is left to make."""
+    load, target = moves.load, moves.target
+    allowed = (1 + tolerance) * target
+    # A step lasts as long as its busiest server: once that is near its target, moves only cost
     # bytes.
-    for receiver in np.argsort(load - share, kind="stable").tolist():
-        while (load - allowed).max() > 0 and load[receiver] < (1 - tolerance) * share[receiver]:
-            if not moves.make(receiver, donors=load > share, floor=share, ceiling=share[receiver]):
+    for receiver in np.argsort(load - target, kind="stable").tolist():
+        lifted = float(target[receiver])
+        while (load - allowed).max() > 0 and load[receiver] < (1 - tolerance) * lifted:
+            if not moves.make(receiver, donors=load > target, floor=target, ceiling=lifted):
                 break
-    # A donor may be left alone far above its share: first without lifting a receiver above its
-    # own, then, where that leaves no room for a granule, up to the tolerance. Where work comes in
-    # lumps so large that this fails, whatever lowers the busiest server helps.
-    rungs = [(share, share, False), (allowed, share, False)]
-    rungs += [(allowed + excess * share, 0 * share, True) for excess in RUNGS]
-    for ceiling, floor, fine in rungs:
+    # One donor may still be far above its target: first without lifting a receiver above its own,
+    # then, where that leaves no room for a granule, up to the tolerance. Where work comes in lumps
+    # so large that this fails, whatever lowers the busiest server helps.
+    rounds = [(target, target, False), (allowed, target, False)]
+    rounds += [(allowed + excess * target, 0 * target, True) for excess in EXCESSES]
+    for ceiling, floor, fine in rounds:
         while (load - np.maximum(ceiling, allowed)).max() > 0:
-            donors = np.arange(len(load)) == (load / share).argmax()
+            donors = np.arange(len(load)) == (load / target).argmax()
             receiver = int((ceiling - load).argmax())
             lifted = float(ceiling[receiver])
             if not moves.make(receiver, donors=donors, floor=floor, ceiling=lifted, fine=fine):
@@ -102,7 +103,7 @@ def _balanced(moves: Rebalance, tolerance: float) -> np.ndarray:
 
 
 def tasks(table: np.ndarray) -> np.ndarray:
-    """int32 `[tasks, 5]`: the fields of `Task`, by server, document and row.
+    """Return int32 `[tasks, 5]`: the fields of `Task`, by server, document and row.
 
     An item gives its head rows and its tail rows, or one task where they touch; runs that touch and
     go from one home to one server are one task, which a kernel does faster.

@@ -1,23 +1,25 @@
-"""Shares of balanced tasks -> the rows that each process needs, and who sends them.
+"""Find the rows that each process needs for its assignments, and who sends them.
 
-Layer: planning. Home sends query rows, and each owner the keys that a server lacks, once: a server
-gathers the keys of a document in one buffer, whatever tasks read them. `serve` makes programs of
-these.
+Home sends query rows, and each owner the keys that a server lacks, once: a server gathers the keys
+of a document in one buffer, whatever tasks read them. `serve` makes programs of this.
 
 Where exchanges shall overlap, what a server waits for is cut into *parts* of about equal rows that
-travel one behind the other: each brings its rows and the keys that no earlier part brought.
+travel one behind the other: each brings its rows, and the keys that no earlier part brought.
+Layer: planning.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from ..layouts.cost import GRANULE, LayerKind
 from ..layouts.intervals import Range, intersect, subtract, union
-from ..layouts.layout import Layout, Placed
+from ..layouts.layout import Layout, PlacedSegment
 from .key_splits import Assignment
 
 PART_ROWS = 512  # of a part, at least: each costs a message per peer and shorter kernel calls
+KeyRun = tuple[int, Range]  # a document and some of its keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +32,22 @@ class Context:
 
 
 class ExchangePlan:
-    """What every rank sends and computes, for one layer kind.
+    """What every process sends and computes, for one layer kind.
 
     Args:
         layout (`Layout`): Where the tokens lie.
-        shares (`Iterable[Share]`): What is computed where, by server, document, row and key.
+        assignments (`Iterable[Assignment]`): What is computed where, by server, document, row and
+            key.
         kind (`LayerKind`): The layers it is for.
         processes (`int`, *optional*): Ranks and extra servers; the ranks alone by default.
-        parts (`int`, *optional*, defaults to 1): Into how many a server's arrivals are cut, at
+        parts (`int`, *optional*, defaults to 1): Parts that a server's arrivals are cut into, at
             most.
     """
 
     def __init__(
         self,
         layout: Layout,
-        shares: Iterable[Assignment],
+        assignments: Iterable[Assignment],
         *,
         kind: LayerKind,
         processes: int | None = None,
@@ -52,112 +55,108 @@ class ExchangePlan:
     ) -> None:
         self.layout, self.kind, self.parts = layout, kind, parts
         self.processes = processes or layout.ranks
-        self.pieces: dict[tuple[int, int], list[Placed]] = {}  # by rank and document, in order
+        self.segments: dict[tuple[int, int], list[PlacedSegment]] = {}  # by rank and document
         for segment in layout.segments:
-            self.pieces.setdefault((segment.rank, segment.document), []).append(segment)
+            self.segments.setdefault((segment.rank, segment.document), []).append(segment)
         self.served: dict[int, list[Assignment]] = defaultdict(list)
-        self.moved: dict[int, list[Assignment]] = defaultdict(list)  # by home
-        self.cut: dict[int, list[Assignment]] = defaultdict(
-            list
-        )  # by home: whose results it merges
-        for share in shares:
-            self.served[share.server].append(share)
+        self.moved: dict[int, list[Assignment]] = defaultdict(list)  # by home: computed elsewhere
+        self.cut: dict[int, list[Assignment]] = defaultdict(list)  # by home: partials to merge
+        for assigned in assignments:
+            self.served[assigned.server].append(assigned)
         for server, of_server in self.served.items():
             self.served[server] = list(self._in_parts(of_server))
-            for share in self.served[server]:
-                if share.server != share.home:
-                    self.moved[share.home].append(share)
-                if share.cut:
-                    self.cut[share.home].append(share)
-        self._needed = {s: self._needs(s) for s in self.served}
-        self._reads: dict[tuple[int, bool], list[list[tuple[int, Range]]]] = {}
-        self.contexts = {s: self._gathered(s) for s in self.served}
+            for assigned in self.served[server]:
+                if assigned.server != assigned.home:
+                    self.moved[assigned.home].append(assigned)
+                if assigned.cut:
+                    self.cut[assigned.home].append(assigned)
+        self._needed = {server: self._needs(server) for server in self.served}
+        self.contexts = {server: self._gathered(server) for server in self.served}
+        self._read = cache(self._reads)
 
-    def _waits(self, share: Assignment) -> bool:
-        """Whether its server needs rows or keys of others for it."""
-        return share.home != share.server or self._gathers(share)
+    def _waits(self, assigned: Assignment) -> bool:
+        """Return whether its server needs rows or keys of others for it."""
+        return assigned.home != assigned.server or self._gathers(assigned)
 
-    def _gathers(self, share: Assignment) -> bool:
-        return self.local(share.server, share.document, (share.low, share.high)) is None
+    def _gathers(self, assigned: Assignment) -> bool:
+        keys = assigned.low, assigned.high
+        return self.local(assigned.server, assigned.document, keys) is None
 
-    def _in_parts(self, shares: list[Assignment]) -> Iterator[Assignment]:
-        """One server's shares, those that wait numbered by part and cut where a part ends.
+    def _in_parts(self, of_server: list[Assignment]) -> Iterator[Assignment]:
+        """Number one server's waiting assignments by part, and cut them where a part ends.
 
-        Shares of cut keys stay whole, as home merges them by rows.
+        Assignments of cut keys are not cut by rows too, as home merges them by rows.
         """
-        rows = sum(s.stop - s.start for s in shares if self._waits(s))
+        rows = sum(a.stop - a.start for a in of_server if self._waits(a))
         parts = max(1, min(self.parts, rows // PART_ROWS))
         done = 0
-        for share in shares:
-            if not self._waits(share):
-                yield share
+        for assigned in of_server:
+            if not self._waits(assigned):
+                yield assigned
                 continue
             while True:
+                # A part may end half a granule early or late, so that cuts keep to granules.
                 part = min((done + GRANULE // 2) * parts // rows, parts - 1)
                 to_edge = -(-(part + 1) * rows // parts) - done
-                wanted = share.start + round(to_edge / GRANULE) * GRANULE
-                if share.cut or part == parts - 1 or not share.start < wanted < share.stop:
+                wanted = assigned.start + round(to_edge / GRANULE) * GRANULE
+                inside = assigned.start < wanted < assigned.stop
+                if assigned.cut or part == parts - 1 or not inside:
                     break
-                yield self._narrowed(share, share.start, wanted)._replace(part=part)
-                done += wanted - share.start
-                share = self._narrowed(share, wanted, share.stop)
-            yield share._replace(part=part)
-            done += share.stop - share.start
+                yield self._narrowed(assigned, assigned.start, wanted)._replace(part=part)
+                done += wanted - assigned.start
+                assigned = self._narrowed(assigned, wanted, assigned.stop)
+            yield assigned._replace(part=part)
+            done += assigned.stop - assigned.start
 
-    def _narrowed(self, share: Assignment, start: int, stop: int) -> Assignment:
-        """Some rows of a share, with the keys that they see."""
-        length = int(self.layout.lengths[share.document])
+    def _narrowed(self, assigned: Assignment, start: int, stop: int) -> Assignment:
+        """Return some rows of an assignment, with the keys that they see."""
+        length = int(self.layout.lengths[assigned.document])
         low, high = self.kind.keys_seen((start, stop), length=length)
-        return share._replace(start=start, stop=stop, low=low, high=high)
+        return assigned._replace(start=start, stop=stop, low=low, high=high)
 
     def _needs(self, server: int) -> dict[int, list[tuple[int, Range]]]:
-        """By document: part and key run of each share whose keys `server` must gather."""
+        """Return, by document, part and keys of each assignment whose keys `server` gathers."""
         needed: dict[int, list[tuple[int, Range]]] = defaultdict(list)
-        for share in self.served[server]:
-            if self._gathers(share):
-                needed[share.document].append((share.part, (share.low, share.high)))
+        for assigned in self.served[server]:
+            if self._gathers(assigned):
+                keys = assigned.low, assigned.high
+                needed[assigned.document].append((assigned.part, keys))
         return needed
 
     def _gathered(self, server: int) -> tuple[Context, ...]:
-        """Key runs that `server` must gather: all it needs but does not hold in one piece."""
+        """Return the keys that `server` gathers: all it needs but does not hold in one run."""
         needed = self._needed[server]
         return tuple(
             Context(d, *run) for d in sorted(needed) for run in union(run for _, run in needed[d])
         )
 
     def local(self, rank: int, document: int, tokens: Range) -> int | None:
-        """The row of `rank` where `tokens` begin, if it holds them in one run."""
-        for s in self.pieces.get((rank, document), ()):
+        """Return the row of `rank` where `tokens` begin, if it holds them in one run."""
+        for s in self.segments.get((rank, document), ()):
             if s.start <= tokens[0] and tokens[1] <= s.stop:
                 return s.row + tokens[0] - s.start
         return None
 
-    def keys_sent(self, owner: int, server: int) -> list[tuple[int, Range]]:
-        """Key runs that travel from `owner` to `server`, in the order of the server's rows."""
+    def keys_sent(self, owner: int, server: int) -> list[KeyRun]:
+        """Return the keys that travel from `owner` to `server`, in the order of their parts."""
         return [run for part in range(self.parts) for run in self.keys_of(owner, server, part)]
 
-    def keys_of(
-        self, owner: int, server: int, part: int, *, last: bool = False
-    ) -> list[tuple[int, Range]]:
-        """Those runs that are first read in `part`, or (`last`) that no later part reads."""
+    def keys_of(self, owner: int, server: int, part: int, *, last: bool = False) -> list[KeyRun]:
+        """Return those that are first read in `part`, or (`last`) that no later part reads."""
         return [
             (document, common)
-            for document, run in self._read(server, last=last)[part]
-            for s in self.pieces.get((owner, document), ())
+            for document, run in self._read(server, last)[part]
+            for s in self.segments.get((owner, document), ())
             if (common := intersect((s.start, s.stop), run))
         ]
 
-    def _read(self, server: int, *, last: bool) -> list[list[tuple[int, Range]]]:
-        """By part: document and run of gathered keys that are read first, or last, in it."""
-        if (server, last) not in self._reads:
-            parts: list[list[tuple[int, Range]]] = [[] for _ in range(self.parts)]
-            needed = self._needed.get(server, {})
-            for document in sorted(needed):
-                for part, runs in enumerate(parts):
-                    other = [
-                        run for at, run in needed[document] if at != part and last == (at > part)
-                    ]
-                    for own in union(run for at, run in needed[document] if at == part):
-                        runs += [(document, run) for run in subtract(own, other)]
-            self._reads[server, last] = parts
-        return self._reads[server, last]
+    def _reads(self, server: int, last: bool) -> list[list[KeyRun]]:
+        """Return, by part, the gathered keys that are read first, or last, in it."""
+        parts: list[list[KeyRun]] = [[] for _ in range(self.parts)]
+        needed = self._needed.get(server, {})
+        for document in sorted(needed):
+            for part, runs in enumerate(parts):
+                other = [run for at, run in needed[document] if at != part and last == (at > part)]
+                for own in union(run for at, run in needed[document] if at == part):
+                    runs += [(document, run) for run in subtract(own, other)]
+        return parts

@@ -1,9 +1,10 @@
-"""Balanced tasks -> those whose keys are cut, so that queries travel to keys where that is cheaper.
+"""Split the keys of tasks between processes, so that queries travel to keys where that is cheaper.
 
-Layer: planning. A few rows at the end of a long document would draw its whole prefix to their server.
-Where it moves fewer bytes, the owner of a run of keys attends to them for these rows instead, as
-long as it has less to do than the busiest process, and the partials are merged at home. A *loan*
-says so of one task; a *share* is what is then computed where: a task, or some of its keys.
+A few rows at the end of a long document would draw its whole prefix to their server. Where it moves
+fewer bytes, the owner of a run of keys attends to them for these rows instead, as long as it has
+less to do than the busiest process, and the partials are merged at home. A *key split* says so of
+one task; an *assignment* is what is then computed where: a task, or some of its keys.
+Layer: planning.
 """
 
 from typing import NamedTuple
@@ -15,17 +16,16 @@ from ..layouts.intervals import subtract
 from ..layouts.layout import Layout
 from .rebalance import cost, cost_over
 
-# Elements that a lent row moves, forward and backward, in bf16, whose partials and gradients are
+# Elements that a query row moves, forward and backward, in bf16, whose partials and gradients are
 # wide and count twice: q and out, then q, grad_out and dq. Of a key: kv, then kv and dkv.
 _ROW, _KEY = 1 + 2 + 1 + 1 + 2, 1 + 1 + 2
-_PAYS = 0.8  # what a loan may move of what it saves; log-sum-exps and deltas are not counted
-
+_PAYS = 0.8  # a split may move so much of what it saves; lse and deltas are not counted
 
 NO_SPLITS = np.zeros((0, 4), np.int32)
 
 
 class KeySplit(NamedTuple):
-    """Keys `[low, high)` of a task (its row in the table) are attended to by `server`."""
+    """Keys `[low, high)` of a task (its row in the table), which `server` attends to."""
 
     task: int
     server: int
@@ -34,9 +34,11 @@ class KeySplit(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Rows `[start, stop)` of `document`, held by `home`, over its keys `[low, high)`, computed by
-    `server`; `cut` says that the rows see other keys elsewhere. It travels in `part` of what the
-    server waits for."""
+    """Rows `[start, stop)` of `document`, held by `home`, over its keys `[low, high)`.
+
+    `server` computes it. `cut` says that the rows see other keys elsewhere. It travels in `part` of
+    what the server waits for.
+    """
 
     document: int
     start: int
@@ -57,7 +59,7 @@ def split_keys(
     speeds: tuple[float, ...] = (),
     costs: CostTable | None = None,
 ) -> np.ndarray:
-    """Choose loans that save bytes and leave the busiest process the busiest.
+    """Choose splits that save bytes and leave the busiest process the busiest.
 
     Args:
         layout (`Layout`): Where the tokens lie.
@@ -67,7 +69,7 @@ def split_keys(
         costs (`CostTable`, *optional*): Work is seconds by it; score entries without.
 
     Returns:
-        int32 `[loans, 4]`: the fields of `KeySplit`.
+        int32 `[splits, 4]`: the fields of `KeySplit`.
     """
     task, segment, low, high = _reads(layout, tasks, kind)
     document, start, stop, home, server = tasks.astype(np.int64).T
@@ -78,7 +80,7 @@ def split_keys(
     load = np.bincount(server, each, len(speed))
     slack = (load / speed).max() * speed - load
 
-    # Keys travel once for all tasks of a server that read them: such reads are lent together.
+    # Keys travel once for all tasks of a server that read them: such reads move together.
     together, of = np.unique(server[task] * len(owner) + segment, return_inverse=True)
     to, source = owner[together % len(owner)], together // len(owner)
     work = np.bincount(
@@ -89,28 +91,30 @@ def split_keys(
     np.maximum.at(keys[0], of, -low)
     np.maximum.at(keys[1], of, high)
     rows = (stop - start)[task]
-    visits = rows * ((home[task] != owner[segment]) * _ROW + (home[task] != server[task]))
+    travels = rows * ((home[task] != owner[segment]) * _ROW + (home[task] != server[task]))
     saved = keys.sum(0) * _KEY * kind.key_value_width
-    spent = np.bincount(of, visits, len(together)) * kind.query_width
-    lent = np.zeros(len(together), bool)
+    spent = np.bincount(of, travels, len(together)) * kind.query_width
+    moved = np.zeros(len(together), bool)
     for at in np.argsort(spent - saved, kind="stable").tolist():
         if spent[at] > _PAYS * saved[at]:
             continue
         if work[at] <= slack[to[at]]:
-            lent[at] = True
+            moved[at] = True
             slack[to[at]] -= work[at]
             slack[source[at]] += work[at]
-    chosen = lent[of]
-    loans = np.stack([task, owner[segment], low, high], axis=1)[chosen]
-    return loans[np.lexsort(loans.T[[2, 0]])].astype(np.int32)
+    splits = np.stack([task, owner[segment], low, high], axis=1)[moved[of]]
+    return splits[np.lexsort(splits.T[[2, 0]])].astype(np.int32)
 
 
 def _reads(
     layout: Layout, tasks: np.ndarray, kind: LayerKind
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Which task reads keys `[low, high)` of which segment, held by another than its server.
+    """Return which task reads which keys of a segment that another than its server holds.
 
     Tasks whose server holds all their keys in one run read nothing.
+
+    Returns:
+        Each int64 `[reads]`: task, segment (its row in the layout), and the keys `[low, high)`.
     """
     first = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
     owner, _, of_document, begin, end = layout.columns.astype(np.int64).T
@@ -136,26 +140,24 @@ def _reads(
 
 
 def assignments(
-    layout: Layout, tasks: np.ndarray, loans: np.ndarray, *, kind: LayerKind
+    layout: Layout, tasks: np.ndarray, splits: np.ndarray, *, kind: LayerKind
 ) -> np.ndarray:
-    """int64 `[shares, 8]`: the fields of `Assignment` but `part`, by server, document, row and key."""
+    """Return int64 `[assignments, 8]`: the fields of `Assignment` but `part`.
+
+    Sorted by server, document, row and key.
+    """
     tasks = tasks.astype(np.int64)
     keys = kind.keys_seen_by(*tasks[:, 1:3].T, length=layout.lengths[tasks[:, 0]])
     table = np.column_stack([tasks, *keys, np.zeros(len(tasks), np.int64)])
-    lent: dict[int, list[KeySplit]] = {}
-    for row in loans.tolist():
-        lent.setdefault(row[0], []).append(KeySplit(*row))
-    cut = []
-    for task, given in lent.items():
-        whole = Assignment(*table[task].tolist())
-        kept = subtract((whole.low, whole.high), [(loan.low, loan.high) for loan in given])
-        cut += [whole._replace(low=low, high=high, cut=1) for low, high in kept]
-        cut += [
-            whole._replace(server=loan.server, low=loan.low, high=loan.high, cut=1)
-            for loan in given
-        ]
-    rest = np.delete(table, list(lent), axis=0)
-    rows = np.concatenate(
-        [rest, np.asarray([share[:-1] for share in cut], np.int64).reshape(-1, 8)]
-    )
+    by_task: dict[int, list[KeySplit]] = {}
+    for row in splits.tolist():
+        by_task.setdefault(row[0], []).append(KeySplit(*row))
+    cut: list[Assignment] = []
+    for task, away in by_task.items():
+        full = Assignment(*table[task].tolist())
+        kept = subtract((full.low, full.high), [(s.low, s.high) for s in away])
+        runs = [(full.server, low, high) for low, high in kept] + [s[1:] for s in away]
+        cut += [full._replace(server=s, low=low, high=high, cut=1) for s, low, high in runs]
+    rest = np.delete(table, list(by_task), axis=0)
+    rows = np.concatenate([rest, np.asarray([a[:-1] for a in cut], np.int64).reshape(-1, 8)])
     return rows[np.lexsort(rows.T[[5, 1, 0, 4]])]

@@ -1,10 +1,9 @@
-"""A layout -> items, the units that a balanced plan moves, and what each costs.
+"""Move attention work between processes, each move the one of most work per byte.
 
-Layer: planning. An *item* pairs rows of one document: pair x is rows (head + x, tail - 1 - x). Without
-a window every pair of an item costs the same, so cutting pairs off the inner end moves the most
-work per key. That holds for bidirectional documents too, whose rows all cost the document's length.
-
-Items on their homes -> items moved between servers, each move the one of most work per byte. Letters: P processes, ranks and extra servers.
+The unit that moves is an *item*, which pairs rows of one document: pair x is rows (head + x,
+tail - 1 - x). Without a window every pair of an item costs the same, so cutting pairs off the inner
+end moves the most work per key. That holds for bidirectional documents too, whose rows all cost the
+document's length. Layer: planning. Letters: P processes, ranks and extra servers.
 """
 
 import numpy as np
@@ -16,10 +15,13 @@ DOCUMENT, HEAD, TAIL, FIRST, LAST, MIDDLE, HOME, SERVER = range(8)  # columns of
 
 
 def items(layout: Layout) -> np.ndarray:
-    """int64 `[items, 8]`: document, head, tail, first pair, last pair, middle row?, home, server.
+    """Return the item table of a layout in which each rank serves its own rows.
 
     Two equally long pieces of a document on one rank form one item (head rows, tail rows); every
     other piece is folded on itself, and an odd one keeps its middle row.
+
+    Returns:
+        int64 `[items, 8]`: document, head, tail, first pair, last pair, middle row?, home, server.
     """
     rank, _, document, start, stop = layout.columns.astype(np.int64).T  # by rank and document
     same = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
@@ -35,8 +37,11 @@ def items(layout: Layout) -> np.ndarray:
 
 
 def runs(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int64 `[runs]`: item, first row and end of each run of rows; of an item, its head rows and
-    its tail rows, or one run where they touch."""
+    """Return the runs of rows of items: head rows and tail rows, or one run where they touch.
+
+    Returns:
+        Each int64 `[runs]`: the item, its first row and its end.
+    """
     _, head, tail, first, last, middle, _, _ = table.T
     split = tail - last - (head + last) > middle
     item = np.arange(len(table))
@@ -47,16 +52,6 @@ def runs(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return item[held], start[held], stop[held]
 
 
-def work(
-    table: np.ndarray, *, layout: Layout, kind: LayerKind, costs: CostTable | None = None
-) -> np.ndarray:
-    """Score entries of each item, or its seconds by a table."""
-    item, start, stop = runs(table)
-    length = layout.lengths[table[item, DOCUMENT]]
-    each = cost(start, stop, length=length, kind=kind, costs=costs)
-    return np.bincount(item, weights=each, minlength=len(table))
-
-
 def cost(
     start: np.ndarray,
     stop: np.ndarray,
@@ -65,7 +60,7 @@ def cost(
     kind: LayerKind,
     costs: CostTable | None,
 ) -> np.ndarray:
-    """Score entries of tasks of query rows `[start, stop)`, or their seconds by a table."""
+    """Return the score entries of tasks of query rows `[start, stop)`, or their seconds."""
     entries = kind.entries(start, stop, length=length)
     if costs is None:
         return entries
@@ -83,7 +78,7 @@ def cost_over(
     kind: LayerKind,
     costs: CostTable | None,
 ) -> np.ndarray:
-    """As `cost`, of query rows `[start, stop)` with keys `[low, high)` alone."""
+    """Return the `cost` of query rows `[start, stop)` with keys `[low, high)` alone."""
     entries = kind.entries_over(start, stop, low, high, length=length)
     return entries if costs is None else costs.seconds(stop - start, high - low, entries)
 
@@ -113,10 +108,14 @@ class Rebalance:
         self.work = self._cost(self.table)
         served = np.bincount(self.table[:, SERVER], weights=self.work, minlength=len(speed))
         self.load = served + linear
-        self.share = _shares(served.sum(), speed=speed, linear=linear)
+        self.target = _targets(served.sum(), speed=speed, linear=linear)
 
     def _cost(self, table: np.ndarray) -> np.ndarray:
-        return work(table, layout=self.layout, kind=self.kind, costs=self.costs)
+        """Return the score entries of each item, or its seconds by the table."""
+        item, start, stop = runs(table)
+        length = self.layout.lengths[table[item, DOCUMENT]]
+        each = cost(start, stop, length=length, kind=self.kind, costs=self.costs)
+        return np.bincount(item, weights=each, minlength=len(table))
 
     def make(
         self,
@@ -127,7 +126,7 @@ class Rebalance:
         ceiling: float,
         fine: bool = False,
     ) -> bool:
-        """Make the move to `receiver` with the most work per byte; `False` when there is none.
+        """Make the move to `receiver` with the most work per byte; return whether there was one.
 
         Args:
             receiver (`int`): Who gets work.
@@ -144,15 +143,16 @@ class Rebalance:
         surplus = (self.load - floor)[rows[:, SERVER]]
         limit = np.minimum(total, np.minimum(surplus, ceiling - self.load[receiver]))
         pairs = rows[:, LAST] - rows[:, FIRST]
-        whole = limit >= total
+        everything = limit >= total
         per_pair = np.maximum(total / np.maximum(pairs, 1), np.finfo(np.float64).tiny)
+        # Cut in the middle, head and tail rows that touch stay one run of twice as many rows.
         touching = rows[:, HEAD] + rows[:, LAST] + rows[:, MIDDLE] == rows[:, TAIL] - rows[:, LAST]
         granule = np.where(touching & fine, GRANULE // 2, GRANULE)
         cut = np.floor(limit / per_pair).astype(np.int64) // granule * granule
-        taken = np.where(whole, pairs, cut)
+        taken = np.where(everything, pairs, cut)
         keys = self._keys(rows, taken, receiver)
         volume = 2 * taken * self.kind.query_width + keys * self.kind.key_value_width
-        gain = np.where(taken + whole > 0, taken * per_pair / np.maximum(volume, 1), -1.0)
+        gain = np.where(taken + everything > 0, taken * per_pair / np.maximum(volume, 1), -1.0)
         best = int(np.argmax(gain))
         if gain[best] <= 0:
             return False
@@ -160,7 +160,7 @@ class Rebalance:
         return True
 
     def _keys(self, rows: np.ndarray, taken: np.ndarray, receiver: int) -> np.ndarray:
-        """Keys that `taken` inner pairs of items need, and the receiver neither owns nor gets."""
+        """Count the keys that `taken` inner pairs need and the receiver neither owns nor gets."""
         if self.kind.window:
             sides = 2 if self.kind.causal else 4
             seen = 2 * taken + sides * self.kind.window
@@ -171,9 +171,9 @@ class Rebalance:
         return np.maximum(stop - self._held(receiver)[rows[:, DOCUMENT]], 0)
 
     def _held(self, process: int) -> np.ndarray:
-        """int64 `[documents]`: the keys of each that a process owns or receives: those before it.
+        """Return int64 `[documents]`: the keys of each that a process owns or receives.
 
-        They end with the last row that it serves: it does not serve rows without the keys before.
+        They end with the last row that it serves: no row is served without the keys before it.
         """
         served = self.table[self.table[:, SERVER] == process]
         held = np.zeros(len(self.layout.lengths), np.int64)
@@ -203,10 +203,14 @@ class Rebalance:
         self.load[receiver] += gone
 
 
-def _shares(attention: float, *, speed: np.ndarray, linear: np.ndarray) -> np.ndarray:
-    """Work of each process, float64 `[P]`, when all end as early as can be: in proportion to speed,
-    but what cannot move stays."""
-    order = np.argsort(linear / speed, kind="stable")  # who is filled up first
+def _targets(attention: float, *, speed: np.ndarray, linear: np.ndarray) -> np.ndarray:
+    """Return the target work per process, float64 `[P]`, that minimises the makespan.
+
+    It is proportional to speed, but at least the work that cannot move.
+    """
+    order = np.argsort(
+        linear / speed, kind="stable"
+    )  # by how long their own work takes: these have room first
     for filled in range(len(order), 0, -1):
         free = order[:filled]
         level = (attention + linear[free].sum()) / speed[free].sum()

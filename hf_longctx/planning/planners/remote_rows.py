@@ -1,105 +1,34 @@
-"""Visiting rows -> where they stand in a rank's arrays, and the tasks that they take part in.
+"""Build programs in which keys of other ranks come to queries that stay, or queries to keys.
 
-Layer: planning. `ring` and `charm` bring keys and values to queries that stay (or, in backward, queries
-to keys). What an operation names is a block: rows of an array.
+`ring` and `charm` decide which rows travel when. This file turns what has arrived into tasks: it
+pairs queries with the keys they see, merges partial results into one total per query row, and forms
+gradients. Layer: planning.
 """
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate, chain
-from operator import attrgetter, itemgetter
-
-import numpy as np
+from collections.abc import Iterable
+from itertools import chain
 
 from ..layouts.cost import LayerKind
-from ..layouts.intervals import Range, Ranges, intersect, split
-from ..layouts.layout import Layout, Placed
-from ..program.operations import Attend, AttendGrad, Block, Fold, Message, Op, Post
-from ..program.program import HOME, Program
-from .visibility import NeededRows, visibility
-
-Part = tuple[int, Ranges]  # an owner and rows of it
-Run = tuple[Placed, tuple[Block, ...]]  # tokens of one segment, and their block in each array
-Q, KV, OUT, GRAD, DQ, DKV = range(len(HOME))
+from ..layouts.intervals import Range, intersect, split
+from ..layouts.layout import Layout, PlacedSegment
+from ..program.builder import BlockRun, ProgramBuilder, RowPlacement
+from ..program.operations import Attend, AttendGrad, Block, Fold, Op
+from ..program.program import HomeArray, Program
 
 
-class RowPlacement:
-    """Rows of owners, end to end in the rows of an array.
-
-    Args:
-        layout (`Layout`): Where the tokens lie.
-        parts (`Iterable[Part]`): Owners, each once, with their rows.
-    """
-
-    def __init__(self, layout: Layout, parts: Iterable[Part]) -> None:
-        self.layout, self.rows = layout, 0
-        self._ranges: dict[int, list[tuple[int, int, int]]] = {}  # rows, and where the first stands
-        for owner, rows in parts:
-            for start, stop in rows:
-                self._ranges.setdefault(owner, []).append((start, stop, self.rows))
-                self.rows += stop - start
-
-    @property
-    def parts(self) -> Iterator[Part]:
-        """Owners and rows, in the order of the array."""
-        for owner, ranges in self._ranges.items():
-            yield owner, tuple((start, stop) for start, stop, _ in ranges)
-
-    def blocks(self, array: int, owner: int, rows: Ranges) -> tuple[Block, ...]:
-        """Where rows of an owner, all held here, stand in `array`."""
-        found = []
-        for start, stop in rows:
-            ranges = self._ranges[owner]
-            after = bisect_right(ranges, start, key=itemgetter(0)) if len(ranges) > 1 else 1
-            first, last, at = ranges[after - 1]
-            assert first <= start < stop <= last, (owner, rows, ranges)
-            found.append(Block(array, at + start - first, at + stop - first))
-        return tuple(found)
-
-    @cached_property
-    def segments(self) -> np.ndarray:
-        """int64 `[runs, 4]`: what the rows hold, the fields of `Held` but the array."""
-        held = [
-            (at + s.row - start, *s[2:])
-            for owner, ranges in self._ranges.items()
-            for start, stop, at in ranges
-            for s in segments(self.layout, owner, ((start, stop),))
-        ]
-        return np.asarray(held, np.int64).reshape(len(held), 4)
-
-    def runs(self, arrays: Sequence[int], owner: int, rows: Ranges) -> Iterator[Run]:
-        """The rows of an owner by segment, each with its block in every array that stands so."""
-        for s in segments(self.layout, owner, rows):
-            (block,) = self.blocks(0, owner, ((s.row, s.row + s.stop - s.start),))
-            yield s, tuple(Block(a, block.start, block.stop) for a in arrays)
-
-
-def segments(layout: Layout, owner: int, rows: Ranges) -> Iterator[Placed]:
-    """The rows of an owner as runs of tokens of one document."""
-    held = layout.of_rank(owner)
-    for start, stop in rows:
-        at = bisect_right(held, start, key=attrgetter("row")) - 1
-        while at < len(held) and held[at].row < stop:
-            s = held[at]
-            low, high = max(start, s.row), min(stop, s.row + s.stop - s.start)
-            yield Placed(owner, low, s.document, low - s.row + s.start, high - s.row + s.start)
-            at += 1
-
-
-def _part(run: Run, tokens: Range) -> Run:
-    """The rows of a run that hold these tokens of its segment."""
+def _part(run: BlockRun, tokens: Range) -> BlockRun:
+    """Return the rows of a run that hold these tokens of its segment."""
     s, blocks = run
     after, before = tokens[0] - s.start, s.stop - tokens[1]
     if not after and not before:
         return run
-    part = Placed(s.rank, s.row + after, s.document, *tokens)
+    part = PlacedSegment(s.rank, s.row + after, s.document, *tokens)
     return part, tuple(Block(b.array, b.start + after, b.stop - before) for b in blocks)
 
 
-class RemoteRows:
-    """One rank's arrays and operations as a planner makes them, with the rank's own rows in place.
+class RemoteRowsBuilder(ProgramBuilder):
+    """The arrays and tasks of one rank's program.
 
     Args:
         layout (`Layout`): Where the tokens lie.
@@ -108,52 +37,22 @@ class RemoteRows:
     """
 
     def __init__(self, layout: Layout, *, rank: int, kind: LayerKind) -> None:
-        self.layout, self.rank, self.kind = layout, rank, kind
-        self.arrays: list[tuple[str, int]] = []
-        self._held: list[np.ndarray] = []
-        self.own_rows: Ranges = ((0, layout.rows(rank)),) if layout.rows(rank) else ()
-        self.home = RowPlacement(layout, [(rank, self.own_rows)])
-        for name in HOME:
-            self.array(name, self.home)
-        self.total = self.array("part", self.home)
-        self._tags = 0
-        self._runs: dict[tuple[int, ...], list[Run]] = {}
-        self.sight = visibility(layout, kind)
-        self._own = NeededRows(self.sight, range(rank, rank + 1))
+        super().__init__(layout, rank=rank)
+        self.kind = kind
+        self.total = self.own_array("part")  # partials so far, in float32 or wider
+        self._own_runs: dict[tuple[int, ...], list[BlockRun]] = {}
 
-    def array(self, kind: str, stand: RowPlacement) -> int:
-        """A new array whose rows stand like this."""
-        return self.place(kind, stand.rows, stand.segments)
+    def own(self, *arrays: int) -> list[BlockRun]:
+        """Return the rank's own segments, each with its block in these arrays of its own rows."""
+        if arrays not in self._own_runs:
+            self._own_runs[arrays] = list(self.home.runs(arrays, self.rank, self.own_rows))
+        return self._own_runs[arrays]
 
-    def place(self, kind: str, rows: int, segments: np.ndarray) -> int:
-        """A new array of so many rows; what they hold as `[runs, 4]`, the fields of `Held` but the
-        array."""
-        array = len(self.arrays)
-        self.arrays.append((kind, rows))
-        held = np.empty((len(segments), 5), np.int64)
-        held[:, 0], held[:, 1:] = array, segments
-        self._held.append(held)
-        return array
-
-    def tag(self) -> int:
-        """The number of a new exchange."""
-        self._tags += 1
-        return self._tags - 1
-
-    def needs(self, owner: int) -> Ranges:
-        """The keys of `owner` that this rank sees."""
-        return self._own.of(owner)
-
-    def own(self, *arrays: int) -> list[Run]:
-        """The rank's own segments, each with its block in these arrays of its own."""
-        if arrays not in self._runs:
-            self._runs[arrays] = list(self.home.runs(arrays, self.rank, self.own_rows))
-        return self._runs[arrays]
-
-    def pairs(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[tuple[Run, Run]]:
-        """(queries, keys) of one document: those keys that some of the queries sees, joined where
-        they stand side by side and one task can take them."""
-        by_document: dict[int, list[Run]] = {}
+    def pairs(
+        self, queries: Iterable[BlockRun], keys: Iterable[BlockRun]
+    ) -> list[tuple[BlockRun, BlockRun]]:
+        """Pair query runs with the key runs that they see, cut to those keys and joined."""
+        by_document: dict[int, list[BlockRun]] = {}
         for run in keys:
             by_document.setdefault(run[0].document, []).append(run)
         found = []
@@ -169,10 +68,14 @@ class RemoteRows:
             found += [(query, run) for run in self.joined(s, runs)]
         return found
 
-    def joined(self, query: Placed, keys: Iterable[Run]) -> list[Run]:
-        """Key runs, neighbours as one where a task that takes them for tokens in a row, up to those
-        of the last, shows each query the same (see `Program.task`)."""
-        found: list[Run] = []
+    def joined(self, query: PlacedSegment, keys: Iterable[BlockRun]) -> list[BlockRun]:
+        """Join adjacent key runs where one task over them shows every query the same keys.
+
+        A task takes the rows of a block for tokens in a row that end with its last one (see
+        `Program.task`), so the rows before may hold other tokens of the document if all queries
+        see all of them.
+        """
+        found: list[BlockRun] = []
         for run in keys:
             s, blocks = run
             if found and not self.kind.window:
@@ -180,23 +83,27 @@ class RemoteRows:
                 touch = all(a.stop == b.start for a, b in zip(before, blocks, strict=True))
                 rows = before[0].stop - before[0].start
                 seen = not self.kind.causal or max(last.stop - 1, s.start) <= query.start
+                # The joined run must not begin before its document.
                 if touch and seen and rows <= s.start:
                     ends = zip(before, blocks, strict=True)
-                    whole = tuple(a._replace(stop=b.stop) for a, b in ends)
-                    found[-1] = s._replace(start=s.start - rows), whole
+                    both = tuple(a._replace(stop=b.stop) for a, b in ends)
+                    found[-1] = s._replace(start=s.start - rows), both
                     continue
             found.append(run)
         return found
 
-    def attend(self, keys: Iterable[Run], *, first: bool = False) -> list[Op]:
-        """Attend to key runs, one partial per pair of runs, and merge these into the total.
+    def attend(self, keys: Iterable[BlockRun], *, first: bool = False) -> list[Op]:
+        """Attend to key runs, one partial per pair of runs, and merge the partials into the total.
 
-        The `first` to come are the rank's own keys, which each own row sees: their first partial is
-        the total itself. Partials of different segments share an array: their tasks fuse.
+        Args:
+            keys (`Iterable[BlockRun]`): Keys and values, each with its one block.
+            first (`bool`, *optional*, defaults to `False`): These are the rank's own keys, attended
+                to before any others. Each own row sees some, so its first partial is the total.
         """
-        rounds: list[list[tuple[Run, Run]]] = []
-        met: Counter[Placed] = Counter()
-        for pair in self.pairs(self.own(Q), keys):
+        # The n-th partials of all segments go to one array: tasks on equal arrays fuse.
+        rounds: list[list[tuple[BlockRun, BlockRun]]] = []
+        met: Counter[PlacedSegment] = Counter()
+        for pair in self.pairs(self.own(HomeArray.Q), keys):
             mine = pair[0][0]
             if met[mine] == len(rounds):
                 rounds.append([])
@@ -204,95 +111,61 @@ class RemoteRows:
             met[mine] += 1
         ops: list[Op] = []
         for number, tasks in enumerate(rounds):
-            queries = [q for q, _ in tasks]
+            totals = [Block(self.total, q.start, q.stop) for (_, (q,)), _ in tasks]
             direct = first and number == 0
-            partials = self._totals(queries) if direct else self._partials(queries)
-            ops += [
-                Attend(q, kv, into)
-                for ((_, (q,)), (_, (kv,))), into in zip(tasks, partials, strict=True)
-            ]
+            tokens = [(s.document, s.start, s.stop) for (s, _), _ in tasks]
+            partials = totals if direct else self.packed("part", tokens)
+            for ((_, (q,)), (_, (kv,))), into in zip(tasks, partials, strict=True):
+                ops.append(Attend(q, kv, into))
             if not direct:
-                ops += self._merged(self._totals(queries), partials)
+                ops += _merged(totals, partials)
         return ops
 
-    def _totals(self, queries: Iterable[Run]) -> list[Block]:
-        """The rows of the total that own queries have."""
-        return [Block(self.total, q.start, q.stop) for _, (q,) in queries]
-
-    def _partials(self, queries: Sequence[Run]) -> list[Block]:
-        """A new array of these rows alone."""
-        stops = list(accumulate(s.stop - s.start for s, _ in queries))
-        starts = [0, *stops[:-1]]
-        held = [(at, *s[2:]) for at, (s, _) in zip(starts, queries, strict=True)]
-        part = self.place("part", stops[-1], np.asarray(held, np.int64))
-        return [Block(part, *rows) for rows in zip(starts, stops, strict=True)]
-
-    def _merged(self, totals: Iterable[Block], partials: Iterable[Block]) -> list[Op]:
-        """Merge partials into the total, those whose rows are neighbours in one go."""
-        joined: list[tuple[Block, Block]] = []
-        for total, part in zip(totals, partials, strict=True):
-            if joined and joined[-1][0].stop == total.start:  # partials stand end to end
-                before = joined.pop()
-                total, part = (
-                    total._replace(start=before[0].start),
-                    part._replace(start=before[1].start),
-                )
-            joined.append((total, part))
-        return [Fold(total, (total, part), "lse") for total, part in joined]
-
-    def attend_grad(self, queries: Iterable[Run], keys: Iterable[Run]) -> list[AttendGrad]:
-        """Gradients of runs of queries (in q, grad and dq) with runs of keys (in kv and dkv)."""
+    def attend_grad(
+        self, queries: Iterable[BlockRun], keys: Iterable[BlockRun]
+    ) -> list[AttendGrad]:
+        """Form the gradients of query runs (in q, grad, dq) with key runs (in kv, dkv)."""
         return [
             AttendGrad(q, kv, grad, dq, dkv)
             for (_, (q, grad, dq)), (_, (kv, dkv)) in self.pairs(queries, keys)
         ]
 
     def own_halves(self) -> tuple[list[AttendGrad], list[AttendGrad]]:
-        """Gradients of the own queries with the own keys, the earlier rows and the later."""
-        alone = self.layout.ranks == 1  # nothing comes between
-        first, second = (self.own_rows, ()) if alone else split(self.own_rows, 2)
-        keys = self.own(KV, DKV)
+        """Form the gradients of own queries with own keys, the earlier rows and the later ones."""
+        alone = self.layout.ranks == 1  # nothing travels that the later half would hide
+        halves = (self.own_rows, ()) if alone else split(self.own_rows, 2)
+        keys = self.own(HomeArray.KV, HomeArray.DKV)
+        arrays = (HomeArray.Q, HomeArray.GRAD, HomeArray.DQ)
         early, late = (
-            self.attend_grad(self.home.runs((Q, GRAD, DQ), self.rank, rows), keys)
-            for rows in (first, second)
+            self.attend_grad(self.home.runs(arrays, self.rank, rows), keys) for rows in halves
         )
         return early, late
 
-    def sum_into(self, array: int, stand: RowPlacement, part: int, came: RowPlacement) -> list[Op]:
-        """Add the rows of `part`, which stand as `came`, to those of `array`."""
+    def sum_into(
+        self, array: int, placement: RowPlacement, part: int, of_part: RowPlacement
+    ) -> list[Op]:
+        """Add all rows of `part`, placed as `of_part`, to the same rows of `array`."""
         ops: list[Op] = []
-        for owner, rows in came.parts:
-            into, parts = stand.blocks(array, owner, rows), came.blocks(part, owner, rows)
+        for owner, rows in of_part.owned:
+            into = placement.blocks(array, owner, rows)
+            parts = of_part.blocks(part, owner, rows)
             ops += [Fold(a, (b,), "sum") for a, b in zip(into, parts, strict=True)]
         return ops
 
     def program(self, forward: Iterable[Op], backward: Iterable[Op]) -> Program:
-        """One phase in each direction; forward's ends with the total as the output. Operations may
-        make arrays as they are read."""
-        everything = Block(OUT, 0, self.home.rows)
-        merged = Fold(everything, (everything._replace(array=self.total),), "cat")
-        return Program.build(
-            arrays=self.arrays,
-            held=self._held,
-            forward=(chain(forward, (merged,)),),
-            backward=(backward,),
-        )
+        """Build the program of one phase each way; forward ends with the total as the output."""
+        out = Block(HomeArray.OUT, 0, self.home.rows)
+        rounded = Fold(out, (out._replace(array=self.total),), "cat")  # once, to the model's dtype
+        return self.build([chain(forward, (rounded,))], [backward])
 
 
-def post(
-    tag: int,
-    sends: Iterable[Message],
-    recvs: Iterable[Message],
-    *,
-    channel: int,
-    after: int = -1,
-) -> Post:
-    """An exchange with the blocks of each peer in one message, and without empty messages."""
-    merged: list[tuple[Message, ...]] = []
-    for messages in (sends, recvs):
-        by_peer: dict[int, Sequence[Block]] = {}
-        for peer, blocks in messages:
-            if blocks:
-                by_peer[peer] = (*by_peer[peer], *blocks) if peer in by_peer else blocks
-        merged.append(tuple(by_peer.items()))
-    return Post(tag, merged[0], merged[1], after if merged[0] else -1, channel)
+def _merged(totals: Iterable[Block], partials: Iterable[Block]) -> list[Op]:
+    """Merge partials into totals, in one operation where rows of both are adjacent."""
+    joined: list[tuple[Block, Block]] = []
+    for total, part in zip(totals, partials, strict=True):
+        if joined and joined[-1][0].stop == total.start:  # partials lie end to end
+            before = joined.pop()
+            total = total._replace(start=before[0].start)
+            part = part._replace(start=before[1].start)
+        joined.append((total, part))
+    return [Fold(total, (total, part), "lse") for total, part in joined]

@@ -1,22 +1,22 @@
-"""Tasks and what they need sent -> phases, whose exchanges may hide behind the tasks.
+"""Turn an exchange plan into the program of each process: start, serve and collect.
 
-Layer: planning. Head groups, and parts of rows within each, travel one behind the other: all are posted
-at the start, a server attends to one while the next ones travel, and sends its results at once,
-into receives that wait for them. Tasks that need no arrival stand between the groups: the first
-hide the first arrival, the last ones hide how the last results travel home.
+Forward: home sends query rows and keys; servers attend and return (out, lse), which home merges
+where a row's keys were cut. Backward resends them with the gradient: home keeps q, k, v, out and
+lse, a server keeps nothing. Servers return dq, and one summed dkv per owner. In place of out,
+backward sends delta, the sum of grad_out * out: a number per head instead of a row.
 
-What a process sends, computes and gives back -> its program: start, serve and collect. Forward: home sends query rows and keys; servers attend and return (out, lse), which
-home merges where a row's keys were cut. Backward resends them with the gradient (home keeps q, k,
-v, out and lse, a server keeps nothing), and servers return dq and one summed dkv per owner. In
-place of out, backward sends delta, the sum of grad_out * out: a number per head instead of a row.
-
-`pipeline` puts these in order.
+Where exchanges overlap, head groups, and parts of rows within each, travel one behind the other.
+All are posted at the start. A server attends to one while the next ones travel, and sends its
+results at once, into receives that wait for them. Tasks that need no arrival run between the
+groups: the first ones hide the first arrival, the last ones how the last results travel home.
+Layer: planning.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..layouts.intervals import Range
+from ..program.builder import ProgramBuilder, post
 from ..program.operations import (
     ALL_HEADS,
     Attend,
@@ -26,10 +26,10 @@ from ..program.operations import (
     HeadRange,
     Op,
     Phases,
-    Post,
     Wait,
+    map_blocks,
 )
-from ..program.program import HOME, Held, Program
+from ..program.program import HomeArray, Program
 from .exchange import Context, ExchangePlan
 from .key_splits import Assignment
 
@@ -37,19 +37,20 @@ _IN, _BACK, _DUE = range(3)  # exchanges of a part: to servers, results that lea
 Messages = dict[int, list[Block]]  # by peer
 Sides = tuple[Messages, Messages]  # sent, received
 Steps = tuple[Sequence[Op], Sequence[Op], Sequence[Op]]  # first, before sends, once results came
-Part = tuple[Sides, Sequence[Op], Sides]  # what its tasks need, they, and what comes of them
+Part = tuple[Sides, Sequence[Op], Sides]  # what its tasks need, they, and their results
 
 
 def phases(
     steps: Steps, ready: Sequence[Op], parts: Sequence[Part], *, groups: Sequence[HeadRange]
 ) -> Phases:
-    """Three phases (start, serve and collect), or one where nothing leaves or arrives.
+    """Return three phases (start, serve and collect), or one where nothing is exchanged.
 
     Args:
         steps (`Steps`): Folds beside the tasks.
         ready (`Sequence[Op]`): Tasks that need no arrival.
         parts (`Sequence[Part]`): Those that do, in the order in which they travel.
-        groups (`Sequence[Heads]`): Head groups that travel apart; one part goes with one group.
+        groups (`Sequence[HeadRange]`): Head groups that travel apart. With one group there is one
+            part.
     """
     first, prepare, finish = steps
     moves = [side for request, _, answer in parts for side in (*request, *answer)]
@@ -70,7 +71,7 @@ def _in_groups(
     first, prepare, finish = steps
     start, serve, collect = list(first), list[Op](), list[Op]()
     receive, left = list[Op](), list[Op]()
-    if not any(tasks for _, tasks, _ in parts):  # nothing to stand between
+    if not any(tasks for _, tasks, _ in parts):  # no arrivals to run ready tasks between
         serve, ready = list(ready), ()
     for number, heads in enumerate(groups):
         local, last = _of(heads, ready), number == len(groups) - 1
@@ -86,234 +87,194 @@ def _in_groups(
             serve += [*asked, *_of(heads, tasks), *give]
             collect += came
             left += given
+        # After the last group's sends: these tasks hide how its results travel home.
         serve += local if last else []
         collect += _of(heads, finish)
     return ((*start, *receive), tuple(serve), (*collect, *left))
 
 
 def _exchange(tag: int, heads: HeadRange, sides: Sides) -> tuple[list[Op], list[Op]]:
-    """How an exchange starts and ends, for some heads; nothing where nothing moves."""
-    pack = [
-        tuple(
-            (peer, tuple(_some(heads, b) for b in blocks))
-            for peer, blocks in side.items()
-            if blocks
-        )
-        for side in sides
-    ]
-    return ([Post(tag, pack[0], pack[1])], [Wait(tag)]) if any(pack) else ([], [])
-
-
-def _some(heads: HeadRange, block: Block) -> Block:
-    return block._replace(head=heads[0], heads=heads[1])
+    """Return how an exchange starts and ends, for some heads; nothing where nothing moves."""
+    sent, received = (side.items() for side in sides)
+    exchange = post(tag, sent, received)
+    if not exchange.sends and not exchange.recvs:
+        return [], []
+    return _of(heads, [exchange]), [Wait(tag)]
 
 
 def _of(heads: HeadRange, ops: Iterable[Op]) -> list[Op]:
-    """Tasks and folds of all heads, for some of them."""
-    cut: list[Op] = []
-    for op in ops:
-        if isinstance(op, Fold):
-            parts = tuple(_some(heads, part) for part in op.parts)
-            cut.append(Fold(_some(heads, op.into), parts, op.how))
-        elif isinstance(op, Attend):
-            cut.append(Attend(*(_some(heads, block) for block in op)))
-        elif isinstance(op, AttendGrad):
-            cut.append(AttendGrad(*(_some(heads, block) for block in op)))
-    return cut
-
-
-_Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)  # arrays of a rank's own rows, as HOME names them
+    """Return operations on all heads as those on some of them."""
+    head, count = heads
+    return [map_blocks(op, lambda b: b._replace(head=head, heads=count)) for op in ops]
 
 
 def program(
     plan: ExchangePlan, *, rank: int, groups: Sequence[HeadRange] = (ALL_HEADS,)
 ) -> Program:
-    """The program of one rank or extra server, whose exchanges travel in groups of heads."""
+    """Return the program of one rank or extra server, which exchanges group of heads by group."""
     return _ServeProgram(plan, rank, groups).build()
 
 
 class _ServeProgram:
-    """Builds one program: lays out its arrays, then lists the phases."""
+    """Place the rows of every assignment of one process in arrays, then list its phases."""
 
     def __init__(self, plan: ExchangePlan, rank: int, groups: Sequence[HeadRange]) -> None:
         self.plan, self.rank, self.groups = plan, rank, groups
-        rows = plan.layout.rows(rank)
-        self.arrays: list[tuple[str, int]] = [(kind, rows) for kind in HOME]
-        held = plan.layout.of_rank(rank)
-        self.held = [Held(array, s.row, *s[2:]) for array in range(len(HOME)) for s in held]
+        self.builder = ProgramBuilder(plan.layout, rank=rank)
         self.peers = [p for p in range(plan.processes) if p != rank]
-        self.contexts = plan.contexts.get(rank, ())
-        self.first_row: dict[Context, int] = {}
-        self.context, self.context_grad = self._gather_array("kv"), self._gather_array("dkv")
-
+        contexts = plan.contexts.get(rank, ())
+        tokens = [(c.document, c.start, c.stop) for c in contexts]
+        self.context, self.context_grad = (
+            dict(zip(contexts, self.builder.packed(kind, tokens), strict=True))
+            for kind in ("kv", "dkv")
+        )
         served = plan.served.get(rank, ())
-        own = [s for s in served if s.home == rank]
-        self.guests = [s for s in served if s.home != rank]
-        self.mine = plan.moved.get(rank, [])  # and computed elsewhere
-        self.leaves: dict[tuple[int, int], list[Assignment]] = defaultdict(list)  # by peer and part
-        self.visits: dict[tuple[int, int], list[Assignment]] = defaultdict(list)
-        for share in self.mine:
-            self.leaves[share.server, share.part].append(share)
-        for share in self.guests:
-            self.visits[share.home, share.part].append(share)
+        own = [a for a in served if a.home == rank]
+        remote = [a for a in served if a.home != rank]
+        self.moved = plan.moved.get(rank, [])  # own rows that others compute
+        self.sent: dict[tuple[int, int], list[Assignment]] = defaultdict(list)  # by peer and part
+        self.received: dict[tuple[int, int], list[Assignment]] = defaultdict(list)
+        for a in self.moved:
+            self.sent[a.server, a.part].append(a)
+        for a in remote:
+            self.received[a.home, a.part].append(a)
         self.parts = range(plan.parts)
         self.cut = plan.cut.get(rank, [])
-        at_home = [s for s in (*own, *self.mine) if not s.cut]
-        # Where each share's rows stand. Results of cut ones are partials until they are merged.
-        self.q = self._new_rows("q", self.guests) | self._own_rows(_Q, (*own, *self.mine))
-        self.out = self._own_rows(_OUT, at_home) | self._new_rows("part", self.cut)
-        self.out |= self._new_rows("out", [s for s in self.guests if not s.cut])
-        self.out |= self._new_rows("part", [s for s in self.guests if s.cut])
-        self.grad = self._own_rows(_GRAD, own)
-        self.grad |= self._new_rows("delta", self.guests) | self._new_rows("delta", self.mine)
-        self.dq = self._own_rows(_DQ, (*own, *at_home)) | self._new_rows("dq", self.guests)
-        self.dq |= self._new_rows("dq", [s for s in self.mine if s.cut])
+        in_place = [a for a in (*own, *self.moved) if not a.cut]
+        # Results of cut assignments are partials in arrays of their own until they are merged.
+        self.q = self._new("q", remote) | self._own(HomeArray.Q, (*own, *self.moved))
+        self.out = self._own(HomeArray.OUT, in_place) | self._new("part", self.cut)
+        self.out |= self._new("out", [a for a in remote if not a.cut])
+        self.out |= self._new("part", [a for a in remote if a.cut])
+        self.grad = self._own(HomeArray.GRAD, own)
+        self.grad |= self._new("delta", remote) | self._new("delta", self.moved)
+        self.dq = self._own(HomeArray.DQ, (*own, *in_place)) | self._new("dq", remote)
+        self.dq |= self._new("dq", [a for a in self.moved if a.cut])
         self.sums = {p: self._summed(p) for p in self.peers}
 
-    def _gather_array(self, kind: str) -> int:
-        row = 0
-        for c in self.contexts:
-            self.held.append(Held(len(self.arrays), row, c.document, c.start, c.stop))
-            self.first_row[c] = row
-            row += c.stop - c.start
-        self.arrays.append((kind, row))
-        return len(self.arrays) - 1
+    def _new(self, kind: str, assigned: Sequence[Assignment]) -> dict[Assignment, Block]:
+        """Add an array with the rows of assignments, end to end."""
+        runs = [(a.document, a.start, a.stop) for a in assigned]
+        return dict(zip(assigned, self.builder.packed(kind, runs), strict=True))
 
-    def _new_rows(self, kind: str, shares: Sequence[Assignment]) -> dict[Assignment, Block]:
-        """The rows of shares, one after another in a new array."""
-        array, row, blocks = len(self.arrays), 0, {}
-        for share in shares:
-            stop = row + share.stop - share.start
-            self.held.append(Held(array, row, share.document, share.start, share.stop))
-            blocks[share], row = Block(array, row, stop), stop
-        self.arrays.append((kind, row))
-        return blocks
+    def _own(self, array: int, assigned: Sequence[Assignment]) -> dict[Assignment, Block]:
+        """Find the rows of assignments among the rank's own."""
+        return {a: self._own_rows(a.document, (a.start, a.stop), array) for a in assigned}
 
-    def _own_rows(self, array: int, shares: Sequence[Assignment]) -> dict[Assignment, Block]:
-        """The rows of shares among the rank's own."""
-        return {s: self._home_rows(s.document, (s.start, s.stop), array) for s in shares}
-
-    def _home_rows(self, document: int, tokens: Range, array: int) -> Block:
+    def _own_rows(self, document: int, tokens: Range, array: int) -> Block:
         row = self.plan.local(self.rank, document, tokens)
         assert row is not None, (self.rank, document, tokens)
         return Block(array, row, row + tokens[1] - tokens[0])
 
-    def _context_rows(self, document: int, tokens: Range, array: int) -> Block:
-        for c in self.contexts:
+    def _gathered(self, context: Mapping[Context, Block], document: int, tokens: Range) -> Block:
+        """Find tokens among the gathered keys, or in the array of their gradients."""
+        for c, block in context.items():
             if c.document == document and c.start <= tokens[0] and tokens[1] <= c.stop:
-                row = self.first_row[c] + tokens[0] - c.start
-                return Block(array, row, row + tokens[1] - tokens[0])
+                row = block.start + tokens[0] - c.start
+                return Block(block.array, row, row + tokens[1] - tokens[0])
         raise AssertionError((self.rank, document, tokens))
 
-    def _leaving(self, rows: Mapping[Assignment, Block], peer: int, part: int) -> list[Block]:
-        """Rows of own shares that `peer` computes."""
-        return [rows[s] for s in self.leaves[peer, part]]
+    def _gathered_own(
+        self, array: int, context: Mapping[Context, Block]
+    ) -> list[tuple[Block, Block]]:
+        """Pair own rows that are gathered too with where they are gathered."""
+        return [
+            (self._own_rows(document, run, array), self._gathered(context, document, run))
+            for document, run in self.plan.keys_sent(self.rank, self.rank)
+        ]
 
-    def _visiting(self, rows: Mapping[Assignment, Block], peer: int, part: int) -> list[Block]:
-        """Rows of `peer`'s shares that are computed here."""
-        return [rows[s] for s in self.visits[peer, part]]
-
-    def _keys_out(self, array: int, peer: int, part: int) -> list[Block]:
-        runs = self.plan.keys_of(self.rank, peer, part)
-        return [self._home_rows(d, run, array) for d, run in runs]
-
-    def _keys_in(self, array: int, peer: int, part: int, *, last: bool = False) -> list[Block]:
-        runs = self.plan.keys_of(peer, self.rank, part, last=last)
-        return [self._context_rows(d, run, array) for d, run in runs]
-
-    def _own_keys(self, own: int, context: int) -> list[tuple[Block, Block]]:
-        """Own rows that stand in the context too, as (own rows, rows of the context)."""
-        runs = self.plan.keys_sent(self.rank, self.rank)
-        return [(self._home_rows(d, r, own), self._context_rows(d, r, context)) for d, r in runs]
+    def _summed(self, peer: int) -> list[list[tuple[Block, Block]]]:
+        """Pair, by part, own dkv rows with those of a new array that receives `peer`'s sums."""
+        runs = [self.plan.keys_of(self.rank, peer, part, last=True) for part in self.parts]
+        tokens = [(document, *run) for of_part in runs for document, run in of_part]
+        came = iter(self.builder.packed("dkv", tokens))
+        return [
+            [(self._own_rows(d, run, HomeArray.DKV), next(came)) for d, run in of_part]
+            for of_part in runs
+        ]
 
     def _tasks(self, *, backward: bool) -> tuple[list[Op], list[list[Op]]]:
-        """The rank's tasks: those it can start at once, and by part those that wait."""
+        """Return the tasks that can start at once, and by part those that wait for arrivals."""
         ready: list[Op] = []
         waiting: list[list[Op]] = [[] for _ in self.parts]
-        # Cut ones stand together, so that kernel calls on equal arrays fuse.
-        for share in sorted(self.plan.served.get(self.rank, ()), key=lambda s: s.cut):
-            keys = share.low, share.high
-            local = self.plan.local(self.rank, share.document, keys)
-            if local is not None:
-                kv, dkv = (Block(a, local, local + keys[1] - keys[0]) for a in (_KV, _DKV))
+        # Cut ones come together, so that kernel calls on equal arrays fuse.
+        for a in sorted(self.plan.served.get(self.rank, ()), key=lambda a: a.cut):
+            keys = a.low, a.high
+            local = self.plan.local(self.rank, a.document, keys) is not None
+            if local:
+                kv, dkv = (
+                    self._own_rows(a.document, keys, array)
+                    for array in (HomeArray.KV, HomeArray.DKV)
+                )
             else:
-                pair = (self.context, self.context_grad)
-                kv, dkv = (self._context_rows(share.document, keys, a) for a in pair)
+                kv, dkv = (
+                    self._gathered(context, a.document, keys)
+                    for context in (self.context, self.context_grad)
+                )
             op = (
-                AttendGrad(self.q[share], kv, self.grad[share], self.dq[share], dkv)
+                AttendGrad(self.q[a], kv, self.grad[a], self.dq[a], dkv)
                 if backward
-                else Attend(self.q[share], kv, self.out[share])
+                else Attend(self.q[a], kv, self.out[a])
             )
-            at_once = share.home == self.rank and local is not None
-            (ready if at_once else waiting[share.part]).append(op)
+            (ready if a.home == self.rank and local else waiting[a.part]).append(op)
         return ready, waiting
 
     def build(self) -> Program:
-        """Three phases, or one where nothing leaves or arrives."""
+        """Return the program: three phases each way, or one where nothing is exchanged."""
         gather: list[Op] = [
-            Fold(there, (here,), "cat") for here, there in self._own_keys(_KV, self.context)
+            Fold(there, (here,), "cat")
+            for here, there in self._gathered_own(HomeArray.KV, self.context)
         ]
         forward = self._phases((gather, [], self._merged()), backward=False)
 
-        own_grad = self._own_rows(_GRAD, self.mine)
-        deltas: list[Op] = [Fold(self.grad[s], (own_grad[s],), "delta") for s in self.mine]
+        own_grad = self._own(HomeArray.GRAD, self.moved)
+        deltas: list[Op] = [Fold(self.grad[a], (own_grad[a],), "delta") for a in self.moved]
+        # Gradients are added in rank order, whatever arrives first: results are reproducible.
         by_rank = {p: [pair for part in self.sums[p] for pair in part] for p in self.peers}
-        by_rank[self.rank] = self._own_keys(_DKV, self.context_grad)
+        by_rank[self.rank] = self._gathered_own(HomeArray.DKV, self.context_grad)
         pairs = [pair for rank in sorted(by_rank) for pair in by_rank[rank]]
-        own_dq = self._own_rows(_DQ, self.cut)
-        pairs += [(own_dq[s], self.dq[s]) for s in self.cut if s.server != self.rank]
+        own_dq = self._own(HomeArray.DQ, self.cut)
+        pairs += [(own_dq[a], self.dq[a]) for a in self.cut if a.server != self.rank]
         fold: list[Op] = [Fold(into, (part,), "sum") for into, part in pairs]
         backward = self._phases((gather, deltas, fold), backward=True)
-        return Program.build(arrays=self.arrays, held=self.held, forward=forward, backward=backward)
+        return self.builder.build(forward, backward)
 
     def _merged(self) -> list[Op]:
-        """How partials of cut tasks become the output of their rows, in the order of their keys."""
+        """Merge partials into the output of their rows, in the order of their keys."""
         by_rows: dict[tuple[int, int, int], list[Assignment]] = {}
-        for share in sorted(self.cut, key=lambda s: s.low):
-            by_rows.setdefault(share[:3], []).append(share)
+        for a in sorted(self.cut, key=lambda a: a.low):
+            by_rows.setdefault(a[:3], []).append(a)
         return [
             Fold(
-                self._home_rows(document, (start, stop), _OUT),
-                tuple(self.out[share] for share in parts),
+                self._own_rows(document, (start, stop), HomeArray.OUT),
+                tuple(self.out[a] for a in parts),
                 "lse",
             )
             for (document, start, stop), parts in by_rows.items()
         ]
 
-    def _summed(self, peer: int) -> list[list[tuple[Block, Block]]]:
-        """By part: (own dkv rows, the rows of a new array that hold what `peer` sends for them)."""
-        parts, row, array = list[list[tuple[Block, Block]]](), 0, len(self.arrays)
-        for part in self.parts:
-            parts.append([])
-            for document, run in self.plan.keys_of(self.rank, peer, part, last=True):
-                stop = row + run[1] - run[0]
-                self.held.append(Held(array, row, document, *run))
-                into = self._home_rows(document, run, _DKV)
-                parts[-1].append((into, Block(array, row, stop)))
-                row = stop
-        if row:
-            self.arrays.append(("dkv", row))
-        return parts
-
     def _request(self, part: int, *, backward: bool) -> Sides:
-        """What a server must have to attend to a part."""
+        """Return what servers must have to attend to a part."""
         sends: Messages = {}
         recvs: Messages = {}
+        kinds = (self.grad, self.q) if backward else (self.q,)
         for p in self.peers:
-            kinds = (self.grad, self.q) if backward else (self.q,)
-            sends[p] = [b for rows in kinds for b in self._leaving(rows, p, part)]
-            recvs[p] = [b for rows in kinds for b in self._visiting(rows, p, part)]
-            sends[p] += self._keys_out(_KV, p, part)
-            recvs[p] += self._keys_in(self.context, p, part)
+            sends[p] = [rows[a] for rows in kinds for a in self.sent[p, part]]
+            recvs[p] = [rows[a] for rows in kinds for a in self.received[p, part]]
+            keys = self.plan.keys_of(self.rank, p, part)
+            sends[p] += [self._own_rows(d, run, HomeArray.KV) for d, run in keys]
+            keys = self.plan.keys_of(p, self.rank, part)
+            recvs[p] += [self._gathered(self.context, d, run) for d, run in keys]
         return sends, recvs
 
     def _answer(self, part: int, *, backward: bool) -> Sides:
-        """What a server has once it has attended to a part."""
+        """Return what servers send back once they have attended to a part."""
         rows = self.dq if backward else self.out
-        sends = {p: self._visiting(rows, p, part) for p in self.peers}
-        recvs = {p: self._leaving(rows, p, part) for p in self.peers}
+        sends = {p: [rows[a] for a in self.received[p, part]] for p in self.peers}
+        recvs = {p: [rows[a] for a in self.sent[p, part]] for p in self.peers}
         for p in self.peers if backward else ():
-            sends[p] += self._keys_in(self.context_grad, p, part, last=True)
+            keys = self.plan.keys_of(p, self.rank, part, last=True)
+            sends[p] += [self._gathered(self.context_grad, d, run) for d, run in keys]
             recvs[p] += [block for _, block in self.sums[p][part]]
         return sends, recvs
 
@@ -321,6 +282,5 @@ class _ServeProgram:
         ready, waiting = self._tasks(backward=backward)
         requests = [self._request(part, backward=backward) for part in self.parts]
         answers = [self._answer(part, backward=backward) for part in self.parts]
-        return phases(
-            steps, ready, list(zip(requests, waiting, answers, strict=True)), groups=self.groups
-        )
+        parts = list(zip(requests, waiting, answers, strict=True))
+        return phases(steps, ready, parts, groups=self.groups)

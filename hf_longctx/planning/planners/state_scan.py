@@ -1,35 +1,37 @@
-"""A contiguous layout -> the scan of linear-attention states over its ranks.
+"""Plan the scan of recurrent states over ranks, and the halos of short convolutions.
 
-Layer: planning. A run of tokens is an affine map of one small state, `S_out = M S_in + E`. A rank gives
-E of its last segment, and needs the state that enters its first: what the ranks before it that
-share that document make of it. Documents break the scan: only a rank whose single segment comes
-from before and goes on composes (it is *through*); all others send without waiting, and ranks that
-share no document exchange nothing. Backward is the mirror: G, the gradient of the entering state
-from the rank's own outputs, goes back in place of E, with M^T.
+The layout is contiguous. A run of tokens is an affine map of one small state, `S_out = M S_in + E`.
+A rank gives E of its last segment, and needs the state that enters its first: what the ranks before
+it that share that document make of it. Documents break the scan: only a rank whose single segment
+comes from before and goes on composes (it is *through*); all others send without waiting, and ranks
+that share no document exchange nothing. Backward is the mirror: G, the gradient of the entering
+state from the rank's own outputs, goes back in place of E, with M^T.
 
 Schedules: `chain` (All-Scan, ZeCO, arXiv 2507.01004) passes S on, cut into pieces, one of which is
 sent while the next arrives; `serial` (LASP-1, arXiv 2404.02882) waits before anything else;
 `allgather` (LASP-2, arXiv 2502.07563) sends every (M, E) to every later rank; `tree` doubles the
-window that a rank knows in each step (Hillis and Steele 1986). Letters: N rows of a state, R ranks.
+window that a rank knows in each step (Hillis and Steele 1986).
 
-A contiguous layout -> the rows that a short convolution needs of the ranks before. The first tokens of a rank need the `width` rows before them in their document. They
-come in one message from the rank before, or from several where shards are shorter than that; none
-come across a document's start. Their gradients return the same way, and are added in rank order.
+A short convolution needs, for the first tokens of a rank, the `width` rows before them in their
+document: the *halo*. It comes in one message from the rank before, or from several where shards are
+shorter than that; nothing comes across a document's start. The gradients of the halo return the
+same way, and are added in rank order. Layer: planning. Letters: N rows of a state, R ranks.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 from ..layouts.layout import Layout
+from ..program.builder import ProgramBuilder
 from ..program.operations import Block, Fold, Message, Op, Phases, Post, Wait
-from ..program.program import Program
+from ..program.program import TRANSIENT, Program, ScanArray
 
 SCHEDULES = ("chain", "tree", "allgather", "serial")
 DECAYS = {"head": "decay", "row": "decay", "matrix": "matrix"}  # one factor per -> kind of array
-# A rank's own arrays: E, M and the entering state; G, M^T and the gradient of the leaving state.
-SUMMARY, DECAY, ENTERING, GRAD, DECAY_T, LEAVING_GRAD = range(6)
-_SENT, _SENT_DECAY, _WINDOW, _CAME, _CAME_DECAY = range(6, 11)
+# Arrays after those of `ScanArray`: what leaves, the M known so far, and what arrives.
+_SENT, _SENT_DECAY, _WINDOW, _CAME, _CAME_DECAY = range(TRANSIENT, TRANSIENT + 5)
 _LEAVES = (_SENT, _SENT_DECAY)
 
 
@@ -47,8 +49,8 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Who shares the documents at a rank's two ends, in rank order.
+class ChainPlace:
+    """The ranks that share the documents at a rank's two ends, in rank order.
 
     Args:
         before (`tuple[int, ...]`): Earlier ranks with tokens of its first document.
@@ -61,8 +63,8 @@ class Place:
     through: bool
 
 
-def place(layout: Layout, rank: int) -> Place:
-    """Where a rank stands in the scan.
+def chain_place(layout: Layout, rank: int) -> ChainPlace:
+    """Return which ranks are before and after a rank in the scan.
 
     Raises:
         ValueError: on a layout in which ranks do not hold the documents end to end.
@@ -76,17 +78,17 @@ def place(layout: Layout, rank: int) -> Place:
         )
     own = documents[layout.within(rank)]
     if not len(own):
-        return Place(before=(), after=(), through=False)
+        return ChainPlace(before=(), after=(), through=False)
     before = ranks[(documents == own[0]) & (ranks < rank)]
     after = ranks[(documents == own[-1]) & (ranks > rank)]
     through = len(own) == 1 and len(before) > 0 and len(after) > 0
-    return Place(before=tuple(before.tolist()), after=tuple(after.tolist()), through=through)
+    return ChainPlace(before=tuple(before.tolist()), after=tuple(after.tolist()), through=through)
 
 
 def scan_program(
     layout: Layout, *, rank: int, state: State, schedule: str, pieces: int = 1
 ) -> Program | None:
-    """One rank's scan; `None` where it shares no document.
+    """Return one rank's scan; `None` where it shares no document.
 
     Args:
         layout (`Layout`): Contiguous.
@@ -104,33 +106,36 @@ def scan_program(
         raise ValueError(f"longctx_scan={schedule!r} is not built yet; use one of {SCHEDULES}")
     if pieces < 1 or (pieces > 1 and schedule != "chain"):
         raise ValueError(f"pieces={pieces} of {schedule!r}: only a chain is cut; use 1 piece")
-    at = place(layout, rank)
-    if not at.before and not at.after:
+    place = chain_place(layout, rank)
+    if not place.before and not place.after:
         return None
-    forward = _Way(state, SUMMARY, DECAY, ENTERING, at.before, at.after, at.through, pieces)
-    back = _Way(
-        state, GRAD, DECAY_T, LEAVING_GRAD, at.after[::-1], at.before[::-1], at.through, pieces
+    earlier, later, through = place.before, place.after, place.through
+    a = ScanArray
+    forward = _Direction(state, a.SUMMARY, a.DECAY, a.ENTERING, earlier, later, through, pieces)
+    backward = _Direction(
+        state, a.GRAD, a.DECAY_T, a.LEAVING_GRAD, later[::-1], earlier[::-1], through, pieces
     )
-    gathered = max(len(at.before), len(at.after)) if schedule == "allgather" else 1
+    gathered = max(len(earlier), len(later)) if schedule == "allgather" else 1
     one, decay = ("state", state.rows), (DECAYS[state.decay], state.decay_rows)
-    came = [(kind, gathered * rows) for kind, rows in (one, decay)]
-    return Program.build(
-        arrays=[*(one, decay, one) * 2, one, decay, decay, *came],
-        held=(),
-        forward=getattr(forward, schedule)(),
-        backward=getattr(back, schedule)(),
-        head_groups=pieces if pieces > 1 else 0,
-    )
+    builder = ProgramBuilder(layout, rank=rank, own=(), head_groups=pieces if pieces > 1 else 0)
+    for kind, rows in (*(one, decay, one) * 2, one, decay, decay):
+        builder.array(kind, rows)
+    for kind, rows in (one, decay):
+        builder.array(kind, gathered * rows)
+    return builder.build(getattr(forward, schedule)(), getattr(backward, schedule)())
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One direction of one rank: what it is given, and whom it hears and tells.
+class _Direction:
+    """One direction of one rank's scan; each schedule is a method that returns its phases.
 
     Args:
-        own, decay, result (`int`): Arrays of (E, M), or (G, M^T), and of what comes in.
-        before (`Sequence[int]`): Whom the result comes from, the nearest last.
-        after (`Sequence[int]`): Whom it goes to, the nearest first.
+        state (`State`): Rows and decay.
+        own, decay, result (`int`): Arrays of (E, M), or (G, M^T), and of what arrives.
+        before (`Sequence[int]`): The ranks that the result comes from, the nearest last.
+        after (`Sequence[int]`): Those that it goes to, the nearest first.
+        through (`bool`): One document comes from before and goes on.
+        pieces (`int`): Pieces of a chain.
     """
 
     state: State
@@ -143,14 +148,14 @@ class _Way:
     pieces: int
 
     def _of(self, array: int, number: int = 0, *, piece: int = -1) -> Block:
-        """A state or decay; of several in an array, which; a piece of it, or all."""
+        """Return the `number`-th state or decay of an array: a piece of it, or all."""
         decays = (self.decay, _WINDOW, _SENT_DECAY, _CAME_DECAY)
         rows = self.state.decay_rows if array in decays else self.state.rows
         heads = (piece, 1) if piece >= 0 and self.pieces > 1 else (0, 0)
         return Block(array, number * rows, (number + 1) * rows, *heads)
 
     def _pair(self, arrays: tuple[int, int], *, more: bool) -> tuple[Block, ...]:
-        """A state, and with `more` its M."""
+        """Return a state, and with `more` its M."""
         return tuple(self._of(array) for array in arrays[: 1 + more])
 
     def _receives(self) -> list[Op]:
@@ -160,7 +165,7 @@ class _Way:
         ]
 
     def _passes(self, piece: int) -> list[Op]:
-        """Send a piece of what leaves."""
+        """Send a piece of the state that leaves."""
         leaves, ops = self._of(self.own, piece=piece), list[Op]()
         if self.through:
             parts = [self._of(array, piece=piece) for array in (self.own, self.decay, self.result)]
@@ -169,7 +174,7 @@ class _Way:
         return [*ops, Post(self.pieces + piece, ((self.after[0], (leaves,)),), ())]
 
     def chain(self) -> Phases:
-        """Each piece is passed on as it comes; what needs none of them leaves first."""
+        """Pass each piece on as it arrives; what needs none of them leaves first."""
         ops, arrived = self._receives(), [Wait(p) for p in range(self.pieces if self.before else 0)]
         if self.after:
             for piece in range(self.pieces):
@@ -180,13 +185,13 @@ class _Way:
         return ((*ops, *left),)
 
     def serial(self) -> Phases:
-        """A first phase that receives; the layer's work, and all that leaves, come after it."""
+        """Receive in a first phase; the layer's work, and all that leaves, come after it."""
         receives = self._receives()
         first = (*receives, *([Wait(0)] if receives else []))
         return (first, (*self._passes(0), Wait(1)) if self.after else ())
 
     def allgather(self) -> Phases:
-        """Every (E, M) to every later rank; of the first of a chain E alone."""
+        """Send every (E, M) to every later rank; of the first of a chain E alone."""
         pair = self._pair((self.own, self.decay), more=self.through)
         sends = tuple((peer, pair) for peer in self.after)
         recvs: list[Message] = []
@@ -204,7 +209,7 @@ class _Way:
     def _compose(
         self, into: tuple[int, int], later: tuple[int, int], earlier: tuple[int, int], *, more: bool
     ) -> list[Op]:
-        """`into` becomes the map of `later` after `earlier`; its M only with `more`."""
+        """Set `into` to the map of `later` after `earlier`; its M only with `more`."""
         parts = [self._of(array) for array in (*later, earlier[0])]
         made: list[Op] = [Fold(self._of(into[0]), tuple(parts), "affine")]
         if more:
@@ -213,14 +218,15 @@ class _Way:
         return made
 
     def tree(self) -> Phases:
-        """In step j the window of the rank 2**j before, composed before what is known so far.
+        """Double the known window in each step.
 
-        Known is the result and, until that reaches back to the document's start, its M in _WINDOW.
+        Step j brings the window of the rank 2**j before, which is composed with what is known: the
+        result and, until that reaches back to the document's start, its M in `_WINDOW`.
         """
         ops: list[Op] = []
         behind, ahead = len(self.before), len(self.after)
         steps = max(behind, ahead).bit_length()
-        if ahead and not self.through:  # the first of its chain: all get E alone
+        if ahead and not self.through:  # the first of its chain needs nothing: it sends E at once
             own, to = (self._of(self.own),), (2**j - 1 for j in range(ahead.bit_length()))
             ops.append(Post(steps, tuple((self.after[each], own) for each in to), ()))
         mine, known, came = (self.own, self.decay), (self.result, _WINDOW), (_CAME, _CAME_DECAY)
@@ -242,12 +248,22 @@ class _Way:
         return ((*ops, *([Wait(steps)] if ahead and not self.through else [])),)
 
 
-# A rank's last rows, at most `width`, and those before its first; both gradients; what returns.
-TAIL, HALO, TAIL_GRAD, HALO_GRAD, RETURNED = range(5)
+class HaloArray(IntEnum):
+    """Numbers of the arrays of a halo program, whose rows are those of a short convolution's input.
+
+    A tail holds the rank's last rows, at most `width`; a halo the `width` rows before its first.
+    `RETURNED` receives gradients of rows that others took from the tail.
+    """
+
+    TAIL = 0
+    HALO = 1
+    TAIL_GRAD = 2
+    HALO_GRAD = 3
+    RETURNED = 4
 
 
 class _HaloRows(NamedTuple):
-    """`rows` rows that one rank gives another: where in its tail, and where in the other's halo."""
+    """`rows` rows of one rank for another: at `tail` in its tail, at `halo` in the other's."""
 
     giver: int
     rows: int
@@ -255,16 +271,16 @@ class _HaloRows(NamedTuple):
     halo: int
 
     def at(self, array: int) -> Block:
-        """The rows in an array of tails or halos."""
-        first = self.tail if array in (TAIL, TAIL_GRAD) else self.halo
+        """Return the rows in an array of tails or halos."""
+        of_tail = array in (HaloArray.TAIL, HaloArray.TAIL_GRAD)
+        first = self.tail if of_tail else self.halo
         return Block(array, first, first + self.rows)
 
 
 def halo_program(layout: Layout, *, rank: int, width: int) -> Program | None:
-    """One rank's exchange of halos; `None` where it gives and needs none.
+    """Return one rank's exchange of halos; `None` where it gives and needs none.
 
-    `TAIL` holds the rank's last `min(width, rows)` rows, `HALO` the `width` rows before its first,
-    of which those of other documents are left as they are.
+    Rows of the halo that belong to other documents are left as they are.
 
     Args:
         layout (`Layout`): Contiguous.
@@ -275,34 +291,32 @@ def halo_program(layout: Layout, *, rank: int, width: int) -> Program | None:
         ValueError: on a layout that is not contiguous.
     """
     needs, gives = list(_needs(layout, rank, width)), list[tuple[int, _HaloRows]]()
-    for peer in place(layout, rank).after:
-        asked = [share for share in _needs(layout, peer, width) if share.giver == rank]
+    for peer in chain_place(layout, rank).after:
+        asked = [rows for rows in _needs(layout, peer, width) if rows.giver == rank]
         if not asked:
             break  # those further away ask for nothing either
         gives.append((peer, asked[0]))
     if not needs and not gives:
         return None
-    sends: list[Message] = [(peer, (share.at(TAIL),)) for peer, share in gives]
-    recvs: list[Message] = [(share.giver, (share.at(HALO),)) for share in needs]
-    back: list[Message] = [(share.giver, (share.at(HALO_GRAD),)) for share in needs]
+    sends: list[Message] = [(peer, (rows.at(HaloArray.TAIL),)) for peer, rows in gives]
+    recvs: list[Message] = [(rows.giver, (rows.at(HaloArray.HALO),)) for rows in needs]
+    back: list[Message] = [(rows.giver, (rows.at(HaloArray.HALO_GRAD),)) for rows in needs]
     returned, due, sums = 0, list[Message](), list[Fold]()
-    for peer, share in gives:
-        block = Block(RETURNED, returned, returned + share.rows)
+    for peer, rows in gives:
+        block = Block(HaloArray.RETURNED, returned, returned + rows.rows)
         due.append((peer, (block,)))
-        sums.append(Fold(share.at(TAIL_GRAD), (block,), "sum"))
-        returned += share.rows
-    tail = min(width, layout.rows(rank))
-    return Program.build(
-        arrays=[("x", tail), ("x", width), ("dx", tail), ("dx", width), ("dx", returned)],
-        held=(),
-        forward=((Post(0, tuple(sends), tuple(recvs)), Wait(0)),),
-        backward=((Post(0, tuple(back), tuple(due)), Wait(0), *sums),),
-    )
+        sums.append(Fold(rows.at(HaloArray.TAIL_GRAD), (block,), "sum"))
+        returned += rows.rows
+    builder, tail = ProgramBuilder(layout, rank=rank, own=()), min(width, layout.rows(rank))
+    for kind, size in (("x", tail), ("x", width), ("dx", tail), ("dx", width), ("dx", returned)):
+        builder.array(kind, size)
+    forward = Post(0, tuple(sends), tuple(recvs)), Wait(0)
+    return builder.build([forward], [(Post(0, tuple(back), tuple(due)), Wait(0), *sums)])
 
 
 def _needs(layout: Layout, rank: int, width: int) -> Iterator[_HaloRows]:
-    """What a rank needs of the ranks before, the nearest first."""
-    for giver in place(layout, rank).before[::-1]:
+    """Yield what a rank needs of the ranks before, the nearest first."""
+    for giver in chain_place(layout, rank).before[::-1]:
         held, first = layout.of_rank(giver)[-1], layout.of_rank(rank)[0]
         start = max(held.start, first.start - width)
         if start >= held.stop:

@@ -1,41 +1,43 @@
-"""One number per query, key and output gradient -> what attention makes of them in one process.
+"""Prove that the programs of all ranks compute attention or a scan exactly, or say what is wrong.
 
-Layer: planning. The checker compares programs with it. Numbers are uint64, modulo 2**64. Letters: T
-tokens, H columns of queries, K columns of keys, which H / K columns of queries share.
-
-Programs of all ranks -> proof that they compute attention exactly once, or what is wrong. The programs run in lock step on one random 64-bit number per query, key and output
+Attention: the programs run in lock step on one random 64-bit number per query, key and output
 gradient in place of tensors (where heads are cut, one per head group or key/value head), modulo
-2**64: row p must end as `q_p * (sum of the keys it sees)`, and the gradients as the matching sums.
+2**64. Row p must end as `q_p * (sum of the keys it sees)`, and the gradients as the matching sums.
 A pair left out, done twice, taken from a wrong row or head or folded twice changes a sum, and
-cancels only with probability 2**-64. Messages are matched block by block, a relay's content is that
-of the exchange it passes on whatever the timing, and ranks that wait on each other for ever are
-named. Letters: T tokens, K key/value heads.
+cancels only with probability 2**-64. Messages are matched block by block, a relay carries what the
+exchange that it passes on brought whatever the timing, and ranks that wait on each other for ever
+are named.
 
-Scan programs of all ranks -> proof that each entering state is what one process would hold. The programs run in lock step on random 2 x 2 matrices modulo 2**64 in place of each
-rank's E and M, one pair per row and piece. Such matrices do not commute: the state that enters a
-rank must be the one composition of the (M, E) of the earlier ranks that share its first document,
-each once, in order; a rank left out, taken twice or out of order changes it, and goes unseen only
-with probability 2**-64. So must the gradient of the state that leaves, from the later ranks.
+Scans: the programs run on random 2 x 2 matrices modulo 2**64 in place of each rank's E and M, one
+pair per row and piece. Such matrices do not commute. The state that enters a rank must be the one
+composition of the (M, E) of the earlier ranks that share its first document, each once, in order; a
+rank left out, taken twice or out of order changes it, except with probability 2**-64. So must the
+gradient of the state that leaves, from the later ranks.
+
+Layer: planning. Letters: T tokens, H columns of queries, K columns of keys, which H / K columns of
+queries share.
 """
 
 from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..layouts.cost import LayerKind
 from ..layouts.layout import Layout
-from ..planners.plan import Plan
-from ..planners.state_scan import DECAY, DECAY_T, ENTERING, GRAD, LEAVING_GRAD, SUMMARY
-from .counts import blocks_of, heads_in
-from .message_queue import Delivery, MessageQueue, PlanError, Postings
-from .operations import Attend, AttendGrad, Block, Fold, Message, Post, Wait
-from .program import KINDS, Program
+from .counts import heads_in
+from .message_queue import BlockValues, MessageQueue, PlanError, Postings
+from .operations import Attend, AttendGrad, Block, Fold, Message, Post, Wait, blocks_of
+from .program import KINDS, HomeArray, Program, ScanArray
+
+if TYPE_CHECKING:  # planners are a layer above
+    from ..planners.plan import Plan
 
 
 def expected(
-    plan: Plan, q: np.ndarray, k: np.ndarray, g: np.ndarray
+    plan: "Plan", q: np.ndarray, k: np.ndarray, g: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What one process computes, document by document: `[T, heads]` each, as q and as k."""
+    """Return what one process computes, document by document: out and dq as `q`, dkv as `k`."""
     out, dq, dkv = np.empty_like(q), np.empty_like(q), np.empty_like(k)
     start = 0
     for n in plan.layout.lengths.tolist():
@@ -55,20 +57,19 @@ def expected(
 
 
 def prefix(values: np.ndarray) -> np.ndarray:
-    """Sums of the first 0, 1, ... rows."""
+    """Return the sums of the first 0, 1, ... rows."""
     sums = np.zeros((len(values) + 1, values.shape[1]), np.uint64)
     np.cumsum(values, 0, out=sums[1:])
     return sums
 
 
 def by_key(values: np.ndarray, *, kv_heads: int) -> np.ndarray:
-    """`[rows, K]`: sums over the query heads that share a key/value head."""
+    """Return `[rows, K]`: sums over the query heads that share a key/value head."""
     return values.reshape(len(values), kv_heads, -1).sum(2, dtype=np.uint64)
 
 
-_Q, _KV, _OUT, _GRAD, _DQ, _DKV = range(6)
 _PARTIALS = ("out", "part")
-_FOLDED = {  # how -> the kinds that come of which: their numbers here would add up all the same
+_FOLDED = {  # how -> (into, part) kinds: with others the numbers here would add up all the same
     "cat": {(kind, kind) for kind in KINDS} | {("out", "part")},
     "sum": {(kind, kind) for kind in ("dq", "dkv", "dx")},
     "lse": {(into, part) for into in _PARTIALS for part in _PARTIALS},
@@ -77,13 +78,22 @@ _FOLDED = {  # how -> the kinds that come of which: their numbers here would add
 
 
 class Rank:
-    """One rank's arrays and position in its program."""
+    """One rank's arrays, and its position in its program.
+
+    Args:
+        rank (`int`): The rank.
+        program (`Program`): Its program.
+        queue (`MessageQueue`): Shared by all ranks.
+        kind (`LayerKind`): What a row sees.
+        heads, kv_heads (`int`): Columns of numbers, for fields of query and of key/value heads.
+        backward (`bool`): Which direction runs.
+    """
 
     def __init__(
         self,
         rank: int,
         program: Program,
-        mail: MessageQueue,
+        queue: MessageQueue,
         kind: LayerKind,
         *,
         heads: int,
@@ -93,7 +103,7 @@ class Rank:
         self.rank, self.program, self.kind = rank, program, kind
         self.heads, self.backward = heads, backward
         relayed = program.relayed(backward=backward)
-        self.posts = Postings(rank, mail, relayed, pack=self._pack, unpack=self._unpack)
+        self.posts = Postings(rank, queue, relayed, pack=self._pack, unpack=self._unpack)
         noise = np.random.default_rng(rank)
         of = {"H": heads, "K": kv_heads, "1": 1}
         shapes = [
@@ -103,13 +113,13 @@ class Rank:
         self.values = [
             np.zeros(shape, np.uint64)
             if kind in ("dq", "dkv", "dx")
-            else noise.integers(0, 2**63, shape, np.uint64)  # unwritten must not pass unnoticed
+            else noise.integers(0, 2**63, shape, np.uint64)  # reading what nobody wrote must show
             for kind, shape in zip(program.kinds, shapes, strict=True)
         ]
         self.written = [np.zeros(values.shape, bool) for values in self.values]
 
     def rows(self, block: Block) -> np.ndarray:
-        """The numbers of a block, to be read or written."""
+        """Return the numbers of a block, to be read or written."""
         rows = self.program.rows[block.array]
         if not 0 <= block.start <= block.stop <= rows:
             raise PlanError(f"rank {self.rank}: {block} lies outside the {rows} rows of its array")
@@ -122,15 +132,15 @@ class Rank:
         return slice(block.start, block.stop), slice(*heads_in(block[3:], groups=self.heads, of=of))
 
     def run(self) -> Generator[None]:
-        """Run the program; yields while an exchange that it waits for is under way."""
+        """Run the program; yield while an exchange that it waits for is under way."""
         posts = self.posts
         phases = self.program.backward if self.backward else self.program.forward
         for op in (op for phase in phases for op in phase):
             touched = op
             if isinstance(op, Post) and op.after >= 0:
-                touched = op._replace(sends=())  # passed on by the waiting thread itself
+                touched = op._replace(sends=())  # the waiting thread itself reads them
             for block in blocks_of(touched):
-                posts.refuse(block)
+                posts.validate_access(block)
             match op:
                 case Post():
                     posts.post(op)
@@ -146,20 +156,20 @@ class Rank:
             left = sorted(posts.pending)
             raise PlanError(f"rank {self.rank}: exchanges {left} are never waited for")
 
-    def _pack(self, blocks: Sequence[Block]) -> list[Delivery]:
+    def _pack(self, blocks: Sequence[Block]) -> list[BlockValues]:
         return [(self._label(block), self.rows(block).copy()) for block in blocks]
 
     def _label(self, block: Block) -> tuple[str, int, int]:
         return self.program.kinds[block.array], block.head, block.heads
 
-    def _unpack(self, parcels: Sequence[Delivery], message: Message, tag: int) -> None:
+    def _unpack(self, came: Sequence[BlockValues], message: Message, tag: int) -> None:
         peer, blocks = message
-        sent = [(label, len(values)) for label, values in parcels]
+        sent = [(label, len(values)) for label, values in came]
         expected = [(self._label(b), b.stop - b.start) for b in blocks]
         if sent != expected:
             where = f"rank {self.rank}, tag {tag}, from {peer}"
             raise PlanError(f"{where}: message holds {sent}, expected {expected}")
-        for (_, values), block in zip(parcels, blocks, strict=True):
+        for (_, values), block in zip(came, blocks, strict=True):
             self.rows(block)[:] = values
 
     def _same_rows(self, *blocks: Block) -> None:
@@ -178,7 +188,7 @@ class Rank:
         return self.program.task(block)
 
     def _seen(self, q: Block, kv: Block) -> tuple[np.ndarray, np.ndarray]:
-        """For each query row, the slice [low, high) of the key block that it sees."""
+        """Return, for each query row, the slice [low, high) of the key block that it sees."""
         document, first, last = self._positions(q)
         other, start, stop = self._positions(kv)
         if len(self.program.tokens(q)) > 1:
@@ -200,11 +210,11 @@ class Rank:
             raise PlanError(f"rank {self.rank}: rows of {into} are attended twice")
         done[:] = True
         low, high = self._seen(q, kv)
-        keys = prefix(self._shared(kv, target))
+        keys = prefix(self._per_query_head(kv, target))
         target[:] = self.rows(q) * (keys[high] - keys[low])
 
-    def _shared(self, kv: Block, queries: np.ndarray) -> np.ndarray:
-        """Keys, each head as often as query heads share it."""
+    def _per_query_head(self, kv: Block, queries: np.ndarray) -> np.ndarray:
+        """Return keys, each head repeated for the query heads that share it."""
         keys = self.rows(kv)
         each, rest = divmod(queries.shape[1], keys.shape[1])
         if rest:
@@ -220,7 +230,7 @@ class Rank:
         self._same_rows(op.kv, op.dkv)
         low, high = self._seen(op.q, op.kv)
         pull = self.rows(op.grad) * self.rows(op.q)
-        keys = prefix(self._shared(op.kv, pull))
+        keys = prefix(self._per_query_head(op.kv, pull))
         self.rows(op.dq)[:] += pull * (keys[high] - keys[low])
         steps = np.zeros_like(keys)
         np.add.at(steps, low, pull)
@@ -229,7 +239,7 @@ class Rank:
         self.rows(op.dkv)[:] += summed * self.rows(op.kv)
 
     def fold(self, into: Block, parts: tuple[Block, ...], how: str) -> None:
-        """Combine parts into a block; see `plan.program.Fold`."""
+        """Combine parts into a block; see `operations.Fold`."""
         self._same_heads(into, *parts)
         kinds = self.program.kinds
         pairs = {(kinds[into.array], kinds[part.array]) for part in parts}
@@ -257,40 +267,41 @@ def lock_step(programs: Mapping[int, Program], *, backward: bool) -> list[Rank]:
         PlanError: on a message that does not match its receive, a send that nobody receives, or
             ranks that wait for each other for ever.
     """
-    mail = MessageQueue()
+    queue = MessageQueue()
     groups = [int((p.blocks[:, 6] + p.blocks[:, 7]).max(initial=1)) for p in programs.values()]
     heads = max(groups, default=1)
     ranks = [
-        Rank(r, p, mail, LayerKind(), heads=heads, kv_heads=heads, backward=backward)
+        Rank(r, p, queue, LayerKind(), heads=heads, kv_heads=heads, backward=backward)
         for r, p in programs.items()
     ]
-    finish(ranks, mail)
+    finish(ranks, queue)
     return ranks
 
 
-def finish(ranks: Sequence[Rank], mail: MessageQueue) -> None:
-    """Run ranks in lock step to their ends. Raises `PlanError` where they cannot come there."""
+def finish(ranks: Sequence[Rank], queue: MessageQueue) -> None:
+    """Run ranks in lock step to their ends. Raises `PlanError` where they cannot get there."""
     running, turn = {rank: rank.run() for rank in ranks}, 1
     while running:
-        before, turn = (len(running), mail.events), -turn  # a chain passes, whichever way it goes
+        # Both orders in turn: a chain of ranks, whichever way it goes, passes in one round.
+        before, turn = (len(running), queue.events), -turn
         for rank, steps in list(running.items())[::turn]:
             rank.posts.move()
             if next(steps, "done") == "done":
                 del running[rank]
-        if before == (len(running), mail.events):
+        if before == (len(running), queue.events):
             stuck = [rank.posts.waiting_for for rank in running]
-            raise PlanError("no progress: " + "; ".join([*stuck, *_unexpected(mail)]))
-    if mail.sent:
-        raise PlanError(*_unexpected(mail))
+            raise PlanError("no progress: " + "; ".join([*stuck, *_unexpected(queue)]))
+    if queue.sent:
+        raise PlanError(*_unexpected(queue))
 
 
-def _unexpected(mail: MessageQueue) -> list[str]:
-    found = sorted(set(mail.sent) - mail.expected)
+def _unexpected(queue: MessageQueue) -> list[str]:
+    found = sorted(set(queue.sent) - queue.expected)
     return [f"sent but never received (channel, from, to, number): {found}"] if found else []
 
 
-def check(plan: Plan) -> None:
-    """Prove a plan's programs exact, forward and backward.
+def check(plan: "Plan") -> None:
+    """Prove that a plan's programs are exact, forward and backward.
 
     Raises:
         PlanError: naming rank, operation or document, when anything differs from one process that
@@ -307,19 +318,23 @@ def check(plan: Plan) -> None:
     q, k, g = (noise.integers(0, 2**63, (tokens, of), np.uint64) for of in columns)
     out, dq, dkv = expected(plan, q, k, g)
     for backward in (False, True):
-        mail = MessageQueue()
+        queue = MessageQueue()
         states = [
-            Rank(r, programs[r], mail, plan.kind, heads=heads, kv_heads=kv_heads, backward=backward)
+            Rank(
+                r, programs[r], queue, plan.kind, heads=heads, kv_heads=kv_heads, backward=backward
+            )
             for r in ranks
         ]
         for state in states:
             own = plan.layout.flat_rows(state.rank)
-            for array, values in ((_Q, q), (_KV, k), (_GRAD, g)):
+            for array, values in ((HomeArray.Q, q), (HomeArray.KV, k), (HomeArray.GRAD, g)):
                 state.values[array][:] = values[own]
-        finish(states, mail)
+        finish(states, queue)
         for state in states:
             own = plan.layout.flat_rows(state.rank)
-            results = [(_DQ, dq), (_DKV, dkv)] if backward else [(_OUT, out)]
+            results = (
+                [(HomeArray.DQ, dq), (HomeArray.DKV, dkv)] if backward else [(HomeArray.OUT, out)]
+            )
             for array, right in results:
                 wrong = np.flatnonzero((state.values[array] != right[own]).any(1))
                 if len(wrong):
@@ -328,19 +343,19 @@ def check(plan: Plan) -> None:
 
 
 class _StateChains(Rank):
-    """One rank, with matrices in place of states and decays."""
+    """One rank of a scan, with matrices in place of states and decays."""
 
     def __init__(
-        self, rank: int, program: Program, mail: MessageQueue, *, backward: bool, pieces: int
+        self, rank: int, program: Program, queue: MessageQueue, *, backward: bool, pieces: int
     ) -> None:
         super().__init__(
-            rank, program, mail, LayerKind(), heads=pieces, kv_heads=pieces, backward=backward
+            rank, program, queue, LayerKind(), heads=pieces, kv_heads=pieces, backward=backward
         )
         noise = np.random.default_rng((rank, backward))
         self.values = [noise.integers(0, 2**63, (*v.shape, 2, 2), np.uint64) for v in self.values]
 
     def fold(self, into: Block, parts: tuple[Block, ...], how: str) -> None:
-        """States and decays are multiplied; copies are as ever."""
+        """Multiply states and decays; copies are those of `Rank`."""
         if how == "cat":
             super().fold(into, parts, how)
             return
@@ -358,11 +373,11 @@ class _StateChains(Rank):
 
 
 def check_states(layout: Layout, programs: Mapping[int, Program]) -> None:
-    """Prove scan programs right, forward and backward.
+    """Prove that scan programs are right, forward and backward.
 
     Args:
-        layout (`Layout`): What they were made for.
-        programs (`Mapping[int, Program]`): Of every rank that has one.
+        layout (`Layout`): The layout that they were made for.
+        programs (`Mapping[int, Program]`): By rank, of those that have one.
 
     Raises:
         PlanError: naming the rank, where a state or its gradient is not what the documents say, or
@@ -370,20 +385,20 @@ def check_states(layout: Layout, programs: Mapping[int, Program]) -> None:
     """
     pieces = max((int(p.head_groups[0]) for p in programs.values()), default=1) or 1
     for backward in (False, True):
-        mail = MessageQueue()
+        queue = MessageQueue()
         ranks = {
-            rank: _StateChains(rank, program, mail, backward=backward, pieces=pieces)
+            rank: _StateChains(rank, program, queue, backward=backward, pieces=pieces)
             for rank, program in programs.items()
         }
-        arrays = (GRAD, DECAY_T, LEAVING_GRAD) if backward else (SUMMARY, DECAY, ENTERING)
+        arrays = list(ScanArray)[3:] if backward else list(ScanArray)[:3]
         given = {r: [of.values[a].copy() for a in arrays[:2]] for r, of in ranks.items()}
-        finish(list(ranks.values()), mail)
+        finish(list(ranks.values()), queue)
         for chain in _chains(layout, backward=backward):
             _compare(chain, ranks, given, result=arrays[2])
 
 
 def _chains(layout: Layout, *, backward: bool) -> list[list[int]]:
-    """The ranks of each document that lies on several, in the order in which it passes them."""
+    """Return the ranks of each document on several, in the order in which states pass them."""
     held = [sorted({s.rank for s in of}) for of in layout.by_document.values()]
     return [ranks[::-1] if backward else ranks for ranks in held if len(ranks) > 1]
 
@@ -401,7 +416,11 @@ def _compare(
             raise PlanError(f"rank {rank} shares a document with {list(chain)}, but has no program")
         found = ranks[rank].values[result]
         if number and (found != state).any():
-            name = "entering state" if result == ENTERING else "gradient of its leaving state"
+            name = (
+                "entering state"
+                if result == ScanArray.ENTERING
+                else "gradient of its leaving state"
+            )
             raise PlanError(f"rank {rank}: the {name} is not composed of {list(chain[:number])}")
         own, decay = given[rank]
         state = own + decay @ state if number else own

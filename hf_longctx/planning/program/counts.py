@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..layouts.levels import Levels
-from .operations import Block, Fold, HeadRange, Op, Post, Wait
-from .program import HOME, KINDS, Program, kept_with_program
+from .operations import Block, HeadRange, Post, Wait, blocks_of
+from .program import KINDS, TRANSIENT, Program, kept_with_program
 
 
 def heads_in(heads: HeadRange, *, groups: int, of: int) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def kept_heads(program: Program) -> tuple[HeadRange, ...]:
     first, stop = np.full(arrays, np.iinfo(np.int32).max), np.zeros(arrays, np.int32)
     np.minimum.at(first, array, head)
     np.maximum.at(stop, array, head + heads)
-    whole = np.arange(arrays) < len(HOME)
+    whole = np.arange(arrays) < TRANSIENT
     whole[array[heads == 0]] = True
     first[whole | (stop == 0)] = stop[whole] = 0
     return tuple(zip(first.tolist(), (stop - first).tolist(), strict=True))
@@ -149,25 +149,12 @@ def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]
     return spans
 
 
-def blocks_of(op: Op) -> tuple[Block, ...]:
-    """Every block that an operation reads or writes."""
-    match op:
-        case Post(_, sends, recvs, _, _):
-            return tuple(b for _, blocks in (*sends, *recvs) for b in blocks)
-        case Fold(into, parts, _):
-            return (into, *parts)
-        case Wait(_):
-            return ()
-        case _:
-            return tuple(op)
-
-
 def peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
     """Largest sum of live transient arrays (all but the rank's own rows) in one direction."""
     changes: Counter[int] = Counter()
     kept = kept_heads(program)
     for array, (first, last) in lifetimes(program, backward=backward).items():
-        if array >= len(HOME):
+        if array >= TRANSIENT:
             size = program.rows[array] * _row(program, array, kept[array], widths)
             changes[first] += size
             changes[last + 1] -= size

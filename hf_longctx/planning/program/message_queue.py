@@ -1,7 +1,8 @@
-"""Exchanges of ranks in lock step: which message meets which receive, and when relays pass it on.
+"""Match the messages of ranks that run in lock step, and pass relays on when they arrive.
 
-Layer: planning. As on gloo, one waiting thread per channel takes the exchanges that are relayed on in
-the order in which they were posted: what stands behind one that never comes stays behind it.
+The checker runs programs over this in place of a network. As on gloo, one waiting thread per
+channel takes the exchanges that are relayed in the order in which they were posted: what is posted
+after one that never arrives is never passed on. Layer: planning.
 """
 
 from collections import deque
@@ -13,24 +14,27 @@ import numpy as np
 from .operations import Block, Message, Post
 
 Key = tuple[int, int, int, int]  # channel, from, to, how many went that way before
-Delivery = tuple[tuple[str, int, int], np.ndarray]  # (kind, head, heads) and values of one block
+BlockValues = tuple[tuple[str, int, int], np.ndarray]  # (kind, head, heads), values of a block
 
 
 class PlanError(AssertionError):
-    """A program is wrong: the message names the rank, the operation and what differs."""
+    """Raised for a wrong program; names the rank, the operation and what differs."""
 
 
 @dataclass
 class MessageQueue:
-    """Messages under way: the n-th from a to b on a channel meets b's n-th receive from a there."""
+    """The messages under way.
 
-    sent: dict[Key, list[Delivery]] = field(default_factory=dict)
+    The n-th message from a to b on a channel meets b's n-th receive from a on that channel.
+    """
+
+    sent: dict[Key, list[BlockValues]] = field(default_factory=dict)
     expected: set[Key] = field(default_factory=set)
     counts: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
     events: int = 0  # posts, departures and arrivals so far: none in a round means no progress
 
     def next(self, way: str, channel: int, source: int, target: int) -> Key:
-        """The key of the next message that way, as seen by one end."""
+        """Return the key of the next message that way, as one end counts them."""
         number = self.counts.get((way, channel, source, target), 0)
         self.counts[way, channel, source, target] = number + 1
         self.events += 1
@@ -44,7 +48,7 @@ class _Posted:
     post: Post
     sends: list[tuple[Key, Sequence[Block]]]
     recvs: list[tuple[Key, Message]]
-    upon: "_Posted | None" = None  # what a relay waits for
+    upon: "_Posted | None" = None  # what a relay passes on
     relays: list["_Posted"] = field(default_factory=list)
     arrived: bool = False  # and unpacked; before its wait only where it is relayed on
 
@@ -54,42 +58,46 @@ class Postings:
 
     Args:
         rank (`int`): This rank.
-        mail (`MessageQueue`): Shared by all ranks.
+        queue (`MessageQueue`): Shared by all ranks.
         relayed (`frozenset[int]`): Tags of the exchanges that relays pass on.
-        pack (`Callable`): Blocks -> parcels with their present values.
-        unpack (`Callable`): Fills a message's blocks from its parcels.
+        pack (`Callable`): Returns the present values of blocks.
+        unpack (`Callable`): Fills a message's blocks with values; the last argument is the tag.
     """
 
     def __init__(
         self,
         rank: int,
-        mail: MessageQueue,
+        queue: MessageQueue,
         relayed: frozenset[int],
         *,
-        pack: Callable[[Sequence[Block]], list[Delivery]],
-        unpack: Callable[[list[Delivery], Message, int], None],
+        pack: Callable[[Sequence[Block]], list[BlockValues]],
+        unpack: Callable[[list[BlockValues], Message, int], None],
     ) -> None:
-        self.rank, self.mail, self.relayed = rank, mail, relayed
+        self.rank, self.queue, self.relayed = rank, queue, relayed
         self.pack, self.unpack = pack, unpack
         self.pending: dict[int, _Posted] = {}
         self.waiting_for = ""
-        self._queues: dict[int, deque[_Posted]] = {}  # by channel: what its thread waits for
+        self._threads: dict[int, deque[_Posted]] = {}  # by channel: what its thread waits for
         self._filled: dict[int, list[tuple[int, int, Block]]] = {}  # by array: tag, peer, block
 
     def post(self, op: Post) -> None:
-        """Start an exchange. Raises `PlanError` on a relay of what is not under way or received."""
+        """Start an exchange.
+
+        Raises:
+            PlanError: on a tag in use, or a relay of what is not under way or not received.
+        """
         if op.tag in self.pending:
             raise PlanError(f"rank {self.rank}: posts {op.tag}, which is not waited for yet")
-        mail, on = self.mail, op.channel
-        sends = [(mail.next("sent", on, self.rank, m[0]), m[1]) for m in op.sends]
-        recvs = [(mail.next("received", on, m[0], self.rank), m) for m in op.recvs]
-        mail.expected.update(key for key, _ in recvs)
+        queue, on = self.queue, op.channel
+        sends = [(queue.next("sent", on, self.rank, m[0]), m[1]) for m in op.sends]
+        recvs = [(queue.next("received", on, m[0], self.rank), m) for m in op.recvs]
+        queue.expected.update(key for key, _ in recvs)
         posted = _Posted(op, sends, recvs)
         if op.after >= 0:
             posted.upon = self._relays_on(op)
         self.pending[op.tag] = posted
         if op.tag in self.relayed:
-            self._queues.setdefault(on, deque()).append(posted)
+            self._threads.setdefault(on, deque()).append(posted)
             for peer, block in ((peer, b) for peer, blocks in op.recvs for b in blocks):
                 self._filled.setdefault(block.array, []).append((op.tag, peer, block))
         if posted.upon is None or posted.upon.arrived:
@@ -103,7 +111,7 @@ class Postings:
             raise PlanError(f"rank {self.rank}: {op.tag} relays {op.after}, not under way then")
         received = [block for _, (_, blocks) in upon.recvs for block in blocks]
         for block in (block for _, blocks in op.sends for block in blocks):
-            if not any(_holds(whole, block) for whole in received):
+            if not any(_holds(other, block) for other in received):
                 raise PlanError(
                     f"rank {self.rank}: {op.tag} relays {block}, which {op.after} does not receive"
                 )
@@ -111,20 +119,20 @@ class Postings:
 
     def _send(self, posted: _Posted) -> None:
         for key, blocks in posted.sends:
-            self.mail.sent[key] = self.pack(blocks)
-            self.mail.events += 1
+            self.queue.sent[key] = self.pack(blocks)
+            self.queue.events += 1
 
     def _take(self, posted: _Posted) -> None:
         posted.arrived = True
         for key, message in posted.recvs:
-            self.unpack(self.mail.sent.pop(key), message, posted.post.tag)
-            self.mail.events += 1
+            self.unpack(self.queue.sent.pop(key), message, posted.post.tag)
+            self.queue.events += 1
 
     def move(self) -> None:
-        """What the waiting threads do: unpack exchanges that have come whole, and pass them on."""
-        for queue in self._queues.values():
-            while queue and all(key in self.mail.sent for key, _ in queue[0].recvs):
-                posted = queue.popleft()
+        """Do what the waiting threads do: unpack exchanges that have arrived, and pass them on."""
+        for thread in self._threads.values():
+            while thread and all(key in self.queue.sent for key, _ in thread[0].recvs):
+                posted = thread.popleft()
                 self._take(posted)
                 for relay in posted.relays:
                     self._send(relay)
@@ -139,8 +147,9 @@ class Postings:
             yield
         self.waiting_for = ""
         if tag not in self.relayed:
+            # A receive that is not relayed fills its blocks here; one that is has filled them.
             for block in (block for _, (_, blocks) in posted.recvs for block in blocks):
-                self.refuse(block)
+                self.validate_access(block)
             self._take(posted)
         else:
             for array in {b.array for _, (_, blocks) in posted.recvs for b in blocks}:
@@ -148,23 +157,23 @@ class Postings:
         del self.pending[tag]
 
     def _missing(self, posted: _Posted) -> int | None:
-        """The rank that must do something before the exchange is done."""
+        """Return the rank that must do something before the exchange is done."""
         for key, (peer, _) in posted.recvs:
-            if not posted.arrived and key not in self.mail.sent:
+            if not posted.arrived and key not in self.queue.sent:
                 return peer
         if posted.post.tag in self.relayed and not posted.arrived:
-            return self.rank  # its thread is held up by an exchange that was posted before
+            return self.rank  # its thread still waits for an exchange that was posted before
         if posted.upon is not None and not posted.upon.arrived:
             return next((peer for _, (peer, _) in posted.upon.recvs), self.rank)
-        for key, _ in posted.sends:  # a send leaves once its receive is posted
-            if key not in self.mail.expected:
+        for key, _ in posted.sends:  # gloo sends once the peer has posted its receive
+            if key not in self.queue.expected:
                 return key[2]
         return None
 
-    def refuse(self, block: Block) -> None:
+    def validate_access(self, block: Block) -> None:
         """Raise `PlanError` where the waiting threads may fill or pass on rows of `block` now."""
         for tag, peer, other in self._filled.get(block.array, ()):
-            if _meet(block, other):
+            if _overlap(block, other):
                 raise PlanError(
                     f"rank {self.rank}: touches {block}, which tag {tag} from {peer} fills and "
                     "relays; wait for it first"
@@ -175,16 +184,16 @@ def _heads(block: Block) -> tuple[int, int]:
     return (block.head, block.head + block.heads) if block.heads else (0, 2**31)
 
 
-def _holds(whole: Block, part: Block) -> bool:
-    """Whether all of `part` lies in `whole`."""
+def _holds(block: Block, part: Block) -> bool:
+    """Return whether all of `part` lies in `block`."""
     low, high = _heads(part)
-    first, last = _heads(whole)
-    rows = whole.start <= part.start and part.stop <= whole.stop
-    return whole.array == part.array and rows and first <= low and high <= last
+    first, last = _heads(block)
+    rows = block.start <= part.start and part.stop <= block.stop
+    return block.array == part.array and rows and first <= low and high <= last
 
 
-def _meet(one: Block, other: Block) -> bool:
-    """Whether two blocks share an element."""
+def _overlap(one: Block, other: Block) -> bool:
+    """Return whether two blocks share an element."""
     (low, high), (first, last) = _heads(one), _heads(other)
     rows = max(one.start, other.start) < min(one.stop, other.stop)
     return one.array == other.array and rows and max(low, first) < min(high, last)

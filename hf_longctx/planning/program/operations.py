@@ -6,7 +6,7 @@ columns are those of `Program`. Layer: planning.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -53,6 +53,10 @@ class BlockColumns(Sequence[Block]):
         if isinstance(at, slice):
             return BlockColumns(self.array, self.starts[at], self.stops[at])
         return Block(self.array, int(self.starts[at]), int(self.stops[at]))
+
+    def __iter__(self) -> Iterator[Block]:
+        for rows in zip(self.starts.tolist(), self.stops.tolist(), strict=True):
+            yield Block(self.array, *rows)
 
 
 Message = tuple[int, Sequence[Block]]  # peer, blocks: one message per peer
@@ -123,6 +127,36 @@ class Fold(NamedTuple):
 Op = Post | Wait | Attend | AttendGrad | Fold
 Phases = tuple[tuple[Op, ...], ...]
 CODES = {op: code for code, op in enumerate((Post, Wait, Attend, AttendGrad, Fold))}
+
+
+def map_blocks(op: Op, change: Callable[[Block], Block]) -> Op:
+    """Return the operation with every block changed."""
+    match op:
+        case Post():
+            sends, recvs = (
+                tuple((peer, tuple(map(change, blocks))) for peer, blocks in side)
+                for side in (op.sends, op.recvs)
+            )
+            return op._replace(sends=sends, recvs=recvs)
+        case Wait():
+            return op
+        case Fold(into, parts, how):
+            return Fold(change(into), tuple(map(change, parts)), how)
+        case _:
+            return type(op)(*map(change, op))
+
+
+def blocks_of(op: Op) -> tuple[Block, ...]:
+    """Return every block that an operation reads or writes."""
+    match op:
+        case Post(_, sends, recvs, _, _):
+            return tuple(b for _, blocks in (*sends, *recvs) for b in blocks)
+        case Fold(into, parts, _):
+            return (into, *parts)
+        case Wait(_):
+            return ()
+        case _:
+            return tuple(op)
 
 
 Encoded = list[tuple[int, int, Block]]  # role, peer, block

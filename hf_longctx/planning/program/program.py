@@ -14,6 +14,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -49,7 +50,42 @@ KINDS: dict[str, tuple[Field, ...]] = {
     "x": (Field("x", "1", "D"),),
     "dx": (Field("dx", "1", "D", True),),
 }  # fmt: skip
-HOME = ("q", "kv", "out", "grad", "dq", "dkv")  # arrays 0..5 of an attention program: local rows
+
+
+class HomeArray(IntEnum):
+    """Numbers of the arrays that hold a rank's own rows: the first of an attention program."""
+
+    Q = 0
+    KV = 1
+    OUT = 2
+    GRAD = 3
+    DQ = 4
+    DKV = 5
+
+    @property
+    def kind(self) -> str:
+        """Its kind, one of `KINDS`."""
+        return self.name.lower()
+
+
+class ScanArray(IntEnum):
+    """Numbers of the arrays that a rank gives and gets: the first of a scan program.
+
+    Forward reads E and M of the rank's tokens and fills the state that enters. Backward reads G,
+    the gradient of the entering state, and M^T, and fills the gradient of the state that leaves.
+    """
+
+    SUMMARY = 0
+    DECAY = 1
+    ENTERING = 2
+    GRAD = 3
+    DECAY_T = 4
+    LEAVING_GRAD = 5
+
+
+# From this number on arrays are transient, in programs of attention as of scans: they live within
+# one direction of one layer.
+TRANSIENT = 6
 
 
 class Held(NamedTuple):
