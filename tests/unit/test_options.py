@@ -116,6 +116,12 @@ def test_documents_that_differ_are_named() -> None:
         assert "the documents on rank 0; the layout of the documents on rank 0" in message
 
 
+def test_of_two_ranks_the_second_is_named() -> None:
+    for values in ((1, 2), (2, 1)):
+        for message in compare(lambda rank, v=values: {"--a": v[rank]}, ranks=2):
+            assert "different from the other ranks is --a on rank 1; give" in message
+
+
 def test_several_ranks_and_flags_are_named() -> None:
     given = [{"--a": 1, "--b": 5}, {"--a": 2, "--b": 5}, {"--a": 2, "--b": 6}, {"--a": 2, "--b": 5}]
     for message in compare(given.__getitem__):
