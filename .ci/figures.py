@@ -46,10 +46,8 @@ REGISTERED = (
     ("planners", "hf_longctx/planning/planners/charm.py"),
     ("planners", "hf_longctx/planning/planners/ulysses.py"),
     ("planners", "hf_longctx/planning/planners/state_scan.py"),
-    ("adapters", "hf_longctx/recurrent/fla.py"),
-    ("adapters", "hf_longctx/recurrent/linear_attention.py"),
-    ("adapters", "hf_longctx/recurrent/short_conv.py"),
-    ("adapters", "hf_longctx/recurrent/state_space.py"),
+    ("adapters", "hf_longctx/recurrent/fla_layers.py"),
+    ("adapters", "hf_longctx/recurrent/transformers_layers.py"),
     ("hooks", "hf_longctx/attention/hook.py"),
     ("commands", "hf_longctx/cli/*.py"),
 )

@@ -29,6 +29,7 @@ from benchmarks.traffic import traffic
 from hf_longctx.planning.layouts.cost import GRANULE, LayerKind
 from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.support import NESTED
 from hf_longctx.verify.cost_profile import BUCKETS, draw, setting
@@ -64,12 +65,12 @@ def figures(
     """
     started = time.process_time()
     held = cut(lengths, ranks=ranks, layout=layout)
-    plan = make_plan("distca", held, kind=KIND, tolerance=0.05, speeds=(1.0,) * servers)
+    plan = make_plan(held, kind=KIND, options=PlanOptions(tolerance=0.05, speeds=(1.0,) * servers))
     planned = time.process_time()
     plan.program(ranks - 1)
     built = time.process_time()
     moved = traffic(
-        held, plan.tasks, kind=KIND, loans=plan.loans, processes=plan.processes
+        held, plan.tasks, kind=KIND, loans=plan.splits, processes=plan.processes
     ).elements(KIND)
     gathered = sum(lengths) * (ranks - 1) / ranks * KIND.key_value_width
     document, start, stop = plan.tasks[:, :3].T
@@ -98,7 +99,11 @@ def of_domains(lengths: Sequence[int], *, algorithm: str, levels: Levels) -> dic
     size = levels.sizes[-1] if algorithm == "ulysses" else 1
     started = time.process_time()
     held = cut(lengths, ranks=levels.ranks, layout="zigzag", levels=levels)
-    plan = make_plan(algorithm, held, kind=KIND, topology=levels, ulysses_size=size)
+    plan = make_plan(
+        held,
+        kind=KIND,
+        options=PlanOptions(algorithm=algorithm, topology=levels, ulysses_size=size),
+    )
     planned = time.process_time()
     program = plan.program(levels.ranks - 1)
     built = time.process_time()

@@ -26,7 +26,7 @@ from hf_longctx.planning.program.counts import Widths
 from hf_longctx.planning.program.counts import sent as planned_bytes
 from hf_longctx.planning.program.program import Program
 from hf_longctx.runtime.executor import Account
-from hf_longctx.runtime.state_scans import ScanCall, begin_scan, scan_states
+from hf_longctx.runtime.state_scans import ScanCall, begin_scan
 from hf_longctx.verify.cost_profile import keep_pages
 from hf_longctx.verify.rank_pool import RankContext
 
@@ -179,6 +179,10 @@ class _Work(torch.autograd.Function):
         return None, grads[0]
 
 
+def _scan(summary: Summary, *, call: ScanCall) -> Tensor:
+    return begin_scan(summary, call=call).finish()
+
+
 def layer(summary: Summary, *, seconds: float, call: ScanCall | None) -> Tensor:
     """The outputs of a layer whose forward computes so long; without a call, no scan runs."""
     form, beside, add = (share * seconds for share in SHARES)
@@ -214,7 +218,7 @@ def time_scans(
             continue
         program = case.program(way, rank=context.rank, ranks=context.ranks)
         calls[name] = ScanCall(program=program, channel=context.channel, account=Account())
-        sides[name] = partial(scan_states, summary, call=calls[name])
+        sides[name] = partial(_scan, summary, call=calls[name])
         found.planned[name] = case.planned(program)
     expected = case.expected(context.rank, ranks=context.ranks)
     for name, side in sides.items():

@@ -27,7 +27,7 @@ from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.runtime import executor
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Account
-from hf_longctx.runtime.requests import Caller, call_servers
+from hf_longctx.runtime.requests import RequestSender, send_requests
 from hf_longctx.servers.server_loop import ServerStats, serve_requests
 from hf_longctx.verify.rank_pool import RankContext, RankPool
 
@@ -106,9 +106,9 @@ def run_process(
         channel = BridgedChannel(
             GlooChannel(context.group), bridges, ranks=TRAINERS, rank=context.rank
         )
-        callers = [Caller(bridge, ranks=TRAINERS) for bridge in bridges if context.rank == 0]
+        senders = [RequestSender(bridge, ranks=TRAINERS) for bridge in bridges if context.rank == 0]
         program = plan.program(context.rank)
-        call = partial(call_servers, channel, callers, plan) if bridges else None
+        call = partial(send_requests, channel, senders, plan) if bridges else None
         linear = max(rank.working for rank in work.ranks) / shape.layers
         taken = []
         for _ in range(rounds):

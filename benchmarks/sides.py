@@ -20,10 +20,11 @@ from benchmarks.stretches import Recorder, Rounds, Seconds, Stretch, assemble
 from hf_longctx.data.batch import KEY, LongCtxBatch, halved
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import Halves, Layout
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.counts import Widths, sent_in_layer
 from hf_longctx.runtime.executor import Account, Runtime
-from hf_longctx.runtime.pingpong import run_in_halves
+from hf_longctx.runtime.pingpong import enable_pingpong
 from hf_longctx.verify.cost_profile import keep_pages
 from hf_longctx.verify.rank_pool import RankContext
 
@@ -62,10 +63,13 @@ class Side:
             key_value_width=2 * keys,
             kv_heads=shape.kv_heads,
         )
-        return make_plan(
-            self.attention,
-            layout or self.layout,
-            kind=kind,
+        return make_plan(layout or self.layout, kind=kind, options=self.options)
+
+    @property
+    def options(self) -> PlanOptions:
+        """What its plans depend on."""
+        return PlanOptions(
+            algorithm=self.attention,
             tolerance=self.tolerance,
             speeds=self.speeds,
             overlap=self.overlap,
@@ -73,11 +77,9 @@ class Side:
 
     def batch(self, rank: int, *, runtime: Runtime) -> LongCtxBatch:
         """What the model is given."""
-        batch = LongCtxBatch(
-            self.layout, rank, tolerance=self.tolerance, overlap=self.overlap, runtime=runtime
-        )
-        if self.halves:
-            batch.halves = halved(self.halves, rank, tolerance=self.tolerance)
+        halves = halved(self.halves, rank, options=self.options) if self.halves else ()
+        batch = LongCtxBatch(self.layout, rank, self.options, halves=halves)
+        batch.bind(runtime)
         return batch
 
     def bytes_planned(self, shape: Shape) -> int:
@@ -122,7 +124,7 @@ def run_rank(
     run = RankRun({name: [] for name in sides}, {name: [] for name in sides})
     run.allocator = keep_pages()
     model = shape.model()
-    run_in_halves(model)
+    enable_pingpong(model)
     right: tuple[float, list[Tensor]] | None = None
     for number in range(rounds):
         for name, side in sides.items():

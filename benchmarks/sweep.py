@@ -23,11 +23,10 @@ from benchmarks.cluster_spec import ClusterSpec, Rails
 from benchmarks.on_cluster import run_on
 from benchmarks.timed import Case, Measured, Way, time_ways
 from hf_longctx.comm.topology import LinkRate, Topology
-from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.layouts.levels import Levels, Machine
 from hf_longctx.planning.planners.charm import PIECES
 from hf_longctx.planning.predict.predict import (
     BACKWARD,
-    Machine,
     Seconds,
     charm_seconds,
     choose,

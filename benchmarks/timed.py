@@ -22,6 +22,7 @@ from hf_longctx.comm.topology import LinkRate, probe
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import Layout, cut
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.predict.predict import BACKWARD
 from hf_longctx.planning.predict.timeline import entries
@@ -96,11 +97,11 @@ class Case:
     def plan(self, way: Way) -> Plan:
         """The plan of a way."""
         made = make_plan(
-            way.algorithm,
             self.layout(flat=way.flat),
             kind=self.kind,
-            topology=self.levels,
-            ulysses_size=way.ulysses_size,
+            options=PlanOptions(
+                algorithm=way.algorithm, topology=self.levels, ulysses_size=way.ulysses_size
+            ),
         )
         return (
             PublicRing(**{f.name: getattr(made, f.name) for f in fields(made)})

@@ -27,8 +27,9 @@ from typing import Any
 from benchmarks.cluster_spec import ClusterSpec
 from benchmarks.on_cluster import run_on
 from benchmarks.scanned import BACKWARD, GLOO, SHARES, Case, Measured, Seconds, Way, time_scans
+from hf_longctx.planning.layouts.levels import NeighbourLink
 from hf_longctx.planning.planners.state_scan import State
-from hf_longctx.planning.predict.scan_schedule import NeighbourLink, Sizes, chosen, cuts
+from hf_longctx.planning.predict.scan_schedule import Sizes, chosen, cuts
 from hf_longctx.verify.cost_profile import setting
 
 logger = logging.getLogger(__name__)

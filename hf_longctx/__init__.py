@@ -8,13 +8,13 @@ packed documents until they are prepared. Nothing else happens on import.
 from .attention.registration import register
 from .config import LongCtxArguments, LongCtxTrainingArguments
 from .recurrent.prepare import prepare
-from .recurrent.unprepared_guard import guard_names
+from .recurrent.unprepared_guard import guard_by_name
 from .training.trainer import LongCtxTrainer, LongCtxTrainerMixin
 from .verify.check import check
 from .version import VERSION as __version__
 
 register()
-guard_names()
+guard_by_name()
 
 __all__ = [
     "__version__",

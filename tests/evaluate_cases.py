@@ -1,4 +1,4 @@
-"""Evaluations, best checkpoints, adapters in one `accelerate launch` -> a JSON file of each rank.
+"""Evaluate, pick best checkpoints and train adapters in one launch; each rank writes a JSON file.
 
 `train_cases.launch` starts this file.
 """

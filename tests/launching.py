@@ -1,4 +1,4 @@
-"""Arguments of `accelerate launch` -> a launch under way, as a command or as forks.
+"""Start `accelerate launch`, as a command or as forks, and end whatever it started.
 
 Python, torch, Transformers and Accelerate take each process of a launch longer to import than most
 runs take. As forks, Accelerate's launcher runs in a child of a process that has imported them, and

@@ -1,4 +1,4 @@
-"""A training case -> what one process computes for it: document by document, with stock attention.
+"""Train a case on one process: document by document, with stock attention.
 
 The packs come from the sampler, which has tests of its own; everything after them is written out.
 """

@@ -76,6 +76,7 @@ from hf_longctx.planning.layouts.cost import CostTable, LayerKind  # noqa: E402
 from hf_longctx.planning.layouts.layout import Layout, cut, halve  # noqa: E402
 from hf_longctx.planning.layouts.levels import Levels  # noqa: E402
 from hf_longctx.planning.planners import state_scan  # noqa: E402
+from hf_longctx.planning.planners.options import PlanOptions  # noqa: E402
 from hf_longctx.planning.planners.plan import make_plan  # noqa: E402
 from hf_longctx.planning.planners.state_scan import HaloArray  # noqa: E402
 from hf_longctx.planning.program.counts import (  # noqa: E402
@@ -211,15 +212,17 @@ def build(case: Case) -> list[Part]:
         layouts, parts = {"whole": _layout(case)}, []
     for name, layout in layouts.items():
         made = make_plan(
-            case["planner"],
             layout,
             kind=kind,
-            tolerance=float("inf") if case["tolerance"] is None else case["tolerance"],
-            speeds=tuple(case["speeds"]),
-            overlap="heads" if case["overlap"] == "heads" else "none",
-            costs=CostTable.from_json(json.dumps(COSTS)) if case["costs"] else None,
-            topology=Levels(tuple(case["levels"])) if case["levels"] else None,
-            ulysses_size=case["ulysses_size"],
+            options=PlanOptions(
+                algorithm=case["planner"],
+                tolerance=float("inf") if case["tolerance"] is None else case["tolerance"],
+                speeds=tuple(case["speeds"]),
+                overlap="heads" if case["overlap"] == "heads" else "none",
+                costs=CostTable.from_json(json.dumps(COSTS)) if case["costs"] else None,
+                topology=Levels(tuple(case["levels"])) if case["levels"] else None,
+                ulysses_size=case["ulysses_size"],
+            ),
         )
         kept = {p: made.program(p) for p in case.get("kept") or range(made.processes)}
         parts.append(_part(name, layout, kept, family, widths))

@@ -1,4 +1,4 @@
-"""Tiny models and documents -> what one process computes, and what R ranks compute as threads.
+"""Make tiny models and documents, and run them on one process or on R ranks as threads.
 
 Batches come from the collator that training uses; both sides sum token losses and divide by all
 targets. Letters: R ranks, T tokens, V vocabulary.
@@ -27,6 +27,7 @@ from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.data.documents import IGNORE
 from hf_longctx.data.packing import Piece
 from hf_longctx.planning.layouts.cost import CostTable
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.runtime.executor import Runtime
 from hf_longctx.training.measurements import cost_file, save
 from hf_longctx.verify.twins import (
@@ -96,7 +97,9 @@ def collate(
 ) -> dict[str, Any]:
     """One rank's inputs of a batch that holds all rows."""
     budget = sum(len(row["input_ids"]) for row in rows)
-    collator = LongCtxCollator(rank=rank, ranks=ranks, layout=layout, tolerance=0.0, budget=budget)
+    collator = LongCtxCollator(
+        rank=rank, ranks=ranks, options=PlanOptions(layout=layout, tolerance=0.0), budget=budget
+    )
     return collator([(whole(rows), rows)])
 
 
@@ -244,7 +247,7 @@ def run_ranks(
         with precision(mine.dtype):
             outputs = []
             for index, given in enumerate(inputs):
-                given[KEY].runtime = outcome.runtimes[rank]
+                given[KEY].bind(outcome.runtimes[rank])
                 outputs.append(mine(**given, num_items_in_batch=count))
                 logits[rank, index] = outputs[-1].logits[0].detach()
             for output in outputs:

@@ -1,4 +1,4 @@
-"""Small training runs of a tiny Llama in one `accelerate launch` -> what came of them, as JSON.
+"""Train a tiny Llama in small runs, many in one `accelerate launch`, and keep results as JSON.
 
     accelerate launch --config_file accelerate_configs/cpu_2.yaml tests/train_cases.py FOLDER CASES
 

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_longctx
 from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.data.packing import Piece
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.runtime.executor import Runtime
 from hf_longctx.verify.rank_pool import RankContext, RankPool
 
@@ -85,13 +86,13 @@ def steps(context: RankContext) -> tuple[list[Entered], int]:
     collator = LongCtxCollator(
         rank=context.rank,
         ranks=context.ranks,
-        layout="contiguous",
-        tolerance=0.05,
+        options=PlanOptions(layout="contiguous"),
         budget=sum(LENGTHS),
     )
     pack = tuple(Piece(document=d, start=0, stop=n) for d, n in enumerate(LENGTHS))
     inputs = collator([(pack, documents)])
-    runtime = inputs["longctx_batch"].runtime = Runtime(channel=context.channel)
+    runtime = Runtime(channel=context.channel)
+    inputs["longctx_batch"].bind(runtime)
     found = []
     for _ in range(STEPS):
         trace = Trace()

@@ -1,28 +1,34 @@
-"""Keyword arguments of a forward without a batch object -> the documents that its rows hold.
+"""Find the documents in the rows of a forward that came without a batch object.
 
-Layer: attention. Lengths come from `cu_seq_lens`, else from where `position_ids` do not go on by
-one.
+Their lengths come from `cu_seq_lens_q`, else from where `position_ids` do not go on by one: what
+stock Transformers reads too, so that packed batches need nothing of ours. Layer: attention.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data.documents import restarts
+
 
 def local_documents(
     *, batch: int, rows: int, position_ids: Tensor | None, **kwargs: Any
 ) -> tuple[int, ...]:
-    """Tokens of each document in `batch` rows of `rows` tokens, laid end to end.
+    """Find the tokens of each document in `batch` rows of `rows` tokens, laid end to end.
 
     Args:
         batch, rows (`int`): Shape of the model's input.
-        position_ids (`Tensor`, *optional*): `[batch, rows]` or `[1, rows]`; a break is any step
-            that is not +1 (documents need not start at 0).
+        position_ids (`Tensor`, *optional*): `[batch, rows]` or `[1, rows]`. Documents need not
+            start at 0: any step that is not +1 begins one.
         kwargs: May hold `cu_seq_lens_q` and `cu_seq_lens_k` (int, `[documents + 1]`).
 
+    Returns:
+        The lengths, without those of empty documents.
+
     Raises:
-        ValueError: where boundaries do not describe every row, differ for queries and keys, or
+        ValueError: where boundaries do not describe every row or differ for queries and keys, or
             positions have several axes.
     """
     bounds = kwargs.get("cu_seq_lens_q")
@@ -36,10 +42,8 @@ def local_documents(
             "hf_longctx [batch, tokens], or cu_seq_lens_q"
         )
     positions = position_ids.expand(batch, rows)
-    if bool((positions[:, 1:] - positions[:, :-1] == 1).all()):
-        return (rows,) * batch
     starts = torch.ones(batch, rows, dtype=torch.bool, device=positions.device)
-    starts[:, 1:] = positions[:, 1:] - positions[:, :-1] != 1
+    starts[:, 1:] = restarts(positions)  # each row starts a document
     first = starts.flatten().nonzero().flatten()
     end = first.new_tensor([batch * rows])
     return tuple(torch.diff(first, append=end).tolist())
@@ -57,9 +61,10 @@ def _from_bounds(bounds: Tensor, key_bounds: Tensor | None, rows: int) -> tuple[
             f"cu_seq_lens_q describes rows {ends[0]} to {ends[-1]}, but the input has {rows} rows; "
             "boundaries must start at 0 and end at the number of rows"
         )
-    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(ends)]
     if min(lengths) < 0:
-        raise ValueError(f"cu_seq_lens_q {ends} must not decrease")
+        raise ValueError(f"cu_seq_lens_q {ends} must not decrease; it counts tokens from 0")
+    # padding of static shapes repeats the last boundary
     return tuple(n for n in lengths if n)
 
 
@@ -76,11 +81,9 @@ def validate_padding(position_ids: Tensor | None, mask: Tensor) -> None:
     """
     if position_ids is None or position_ids.dim() != 2 or mask.shape[-1] != mask.shape[-2]:
         return
-    itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)
+    itself = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # only padding does not see itself
     real = itself if mask.dtype == torch.bool else itself == 0
-    positions = position_ids.expand(real.shape)
-    both = real[:, 1:] & real[:, :-1]
-    if bool((both & (positions[:, 1:] - positions[:, :-1] != 1)).any()):
+    if bool(restarts(position_ids.expand(real.shape), real=real).any()):
         raise ValueError(
             "a padded batch with packed documents: position_ids restart between unpadded tokens, "
             "but a padding mask cannot carry boundaries; drop attention_mask and the padding"

@@ -1,11 +1,14 @@
-"""One attention call of a model -> the rows of this rank, run by a plan.
+"""Run one attention call of a model under one of our names.
 
-Layer: attention. With a batch object the rows are this rank's share of its group's documents.
-Without one the hook is local, whatever groups exist: each document by itself, or the dense mask of
-a padded or cached call. Letters: B batch, S tokens of a row, H query heads, K key/value heads, D
-head size.
+With a batch object the rows are this rank's share of its group's documents, and a plan says who
+computes what. Without one the call is local, whatever process groups exist: each document by
+itself, or the dense mask of a padded or cached call. Layer: attention.
+
+Letters: B batch, S tokens of a row, T rows of this rank, H query heads, K key/value heads, D head
+size.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,15 +17,17 @@ from torch import Tensor, nn
 
 from ..comm.bridge import BridgedChannel
 from ..data.batch import KEY, LongCtxBatch
+from ..data.documents import restarts
 from ..kernels.softmax import Scoring
-from ..planning.layouts.cost import LayerKind
-from ..planning.planners.plan import local_plan
+from ..planning.planners.plan import Plan, local_plan
+from ..planning.program.program import Program
 from ..runtime.autograd import Layer, attend
 from ..runtime.executor import Runtime
-from ..runtime.requests import call_servers
+from ..runtime.requests import send_requests
 from ..support import recurrent_family, validate_call
 from .boundaries import local_documents, validate_padding
 from .masks import Bidirectional, SlidingWindow, dense
+from .spec import AttentionSpec, validate_spec
 
 Mask = SlidingWindow | Bidirectional | None
 
@@ -42,7 +47,7 @@ def run(
     """Compute one layer's attention under one of our names.
 
     Args:
-        algorithm (`str`): The planner, one of `plan.plans.ALGORITHMS`.
+        algorithm (`str`): The planner, one of `options.ALGORITHMS`.
         module (`nn.Module`): The attention module that calls.
         query (`Tensor`): `[B, H, S, D]`, rotated.
         key, value (`Tensor`): `[B, K, S, D]`; longer than S when decoding onto a cache.
@@ -61,7 +66,7 @@ def run(
         low = torch.get_autocast_dtype("cpu")  # rotary leaves queries and keys in float32
         query, key, value = query.to(low), key.to(low), value.to(low)
     causal = not isinstance(attention_mask, Bidirectional)
-    dense_mask = isinstance(attention_mask, Tensor)  # holds causality and window already
+    dense_mask = isinstance(attention_mask, Tensor)  # it holds causality and window already
     validate_call(
         module,
         query=query,
@@ -71,29 +76,35 @@ def run(
         causal=None if dense_mask else causal,
         arguments=kwargs,
     )
-    scoring = Scoring(
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+    sinks: Tensor | None = kwargs.get("s_aux")
+    spec = AttentionSpec(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
         window=_window(attention_mask, kwargs.get("sliding_window")),
         causal=causal,
         softcap=float(kwargs.get("softcap") or 0.0),
+        sinks=sinks is not None,
     )
-    sinks: Tensor | None = kwargs.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     batch: LongCtxBatch | None = kwargs.get(KEY)
     if isinstance(attention_mask, Tensor):
         _validate_mask(batch, kwargs, attention_mask)
+        scoring = spec.scoring(scale)
         return dense(query, key, value, attention_mask, scoring=scoring, sinks=sinks), None
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if batch is None:
         lengths = _local_lengths(query, key, kwargs)
-        if len(lengths) != len(query):
+        if lengths != (query.shape[2],) * len(query):  # boundaries are not those of the rows
             _validate_prepared(module)
-        program = local_plan(lengths, scoring.window, causal=causal).program(0)
-        out = attend(Layer(program, None, scoring, Runtime().account), *rows, sinks=sinks)[0]
+        program = local_plan(lengths, spec.window, causal=causal).program(0)
+        layer = Layer(program, None, spec.scoring(scale), Runtime().account)
+        out = attend(layer, *rows, sinks=sinks)[0]
     else:
-        if not batch.prepared:
-            _validate_prepared(module)
+        bound = _bind(algorithm, module, batch, spec, scale)
         _validate_positions(batch, kwargs.get("position_ids"), rows=len(query))
-        out = _with_batch(algorithm, module, batch, rows, scoring, sinks)
+        out = _with_batch(bound, module, batch, rows, sinks)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
@@ -134,7 +145,7 @@ def _local_lengths(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[
 
 
 def _validate_prepared(module: nn.Module) -> None:
-    """Refuse packed documents in a model whose recurrent layers would run on from one to the next.
+    """Refuse packed documents in a model whose recurrent layers would run on across boundaries.
 
     Raises:
         ValueError: with what shows those layers.
@@ -149,73 +160,110 @@ def _validate_prepared(module: nn.Module) -> None:
 
 
 def _validate_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, rows: int) -> None:
-    """Refuse positions that are not those of the batch's rows: a model that is given none numbers
-    its rows from 0, which rotates a document's later parts, and all but the first, wrongly."""
+    """Refuse positions that are not those of the batch's rows.
+
+    A model that is given none numbers its rows from 0, which rotates all but the first part of a
+    document wrongly. Every layer is given the same tensor, which is compared once.
+    """
     if position_ids is None or position_ids.dim() != 2:
+        return
+    # writing to a tensor raises its version; inference tensors have none and are compared each time
+    version = -1 if position_ids.is_inference() else position_ids._version
+    compared, at = batch.binding.positions
+    if compared is position_ids and at == version >= 0:
         return
     expected = torch.from_numpy(batch.layout.positions(batch.rank)).to(position_ids.device)
     given = position_ids.expand(rows, -1).flatten().to(expected.dtype)
     if batch.layout.ranks == 1:  # whole documents, each from any position on
-        given, expected = given.diff() == 1, expected.diff() == 1
+        given, expected = restarts(given), restarts(expected)
     if not torch.equal(given, expected):
         raise ValueError(
             f"position_ids are not the positions that longctx_batch gives rank {batch.rank}'s rows "
             "in their documents; pass the collator's position_ids with its batch object"
         )
+    batch.binding.positions = (position_ids, version)
 
 
-def _with_batch(
-    algorithm: str,
-    module: nn.Module,
-    batch: LongCtxBatch,
-    rows: list[Tensor],
-    scoring: Scoring,
-    sinks: Tensor | None,
-) -> Tensor:
-    """This rank's rows of a group's batch; in a recompute, what the first forward saved."""
-    held = batch.layout.rows(batch.rank)
-    if len(rows[0]) != held or len(rows[1]) != held:
-        raise ValueError(
-            f"longctx_batch describes {held} tokens of rank {batch.rank}, but the model attends "
-            f"{len(rows[0])} queries to {len(rows[1])} keys; pass one row of exactly those tokens"
-        )
-    runtime: Runtime = batch.runtime or Runtime()
+@dataclass(frozen=True, slots=True)
+class _BoundLayer:
+    """What all calls of one spec make use of in one batch."""
+
+    plan: Plan
+    program: Program
+    scoring: Scoring
+    runtime: Runtime
+    rows: int  # of this rank
+    config: Any  # held, so that nothing else gets its id
+
+
+def _bind(
+    algorithm: str, module: nn.Module, batch: LongCtxBatch, spec: AttentionSpec, scale: float
+) -> _BoundLayer:
+    """Plan the batch for a spec, at the first call of its kind.
+
+    Raises:
+        ValueError: where the config does not describe the call, recurrent layers do not know of the
+            documents, or the batch is cut over ranks that have no channel.
+    """
+    config = getattr(module, "config", None)
+    # the same batch may go through other models, which are other configs
+    key = algorithm, spec, scale, id(config), batch.prepared
+    bound: _BoundLayer | None = batch.binding.layers.get(key)
+    if bound is not None:
+        return bound
+    if not batch.prepared:
+        _validate_prepared(module)
+    if config is not None:
+        validate_spec(spec, config, layer=getattr(module, "layer_idx", "?"))
+    runtime: Runtime = batch.binding.runtime or Runtime()
     if batch.layout.ranks > 1 and runtime.channel is None:
         raise ValueError(
             f"a batch cut over {batch.layout.ranks} ranks reached attention without a channel; "
             "train with LongCtxTrainer, which binds one to each batch"
         )
-    kind = LayerKind(
-        window=scoring.window,
-        causal=scoring.causal,
-        query_width=rows[0].shape[1:].numel(),  # also of no rows: all ranks plan the same
-        key_value_width=rows[1].shape[1:].numel() + rows[2].shape[1:].numel(),
-        kv_heads=rows[1].shape[1],
-        heads=rows[0].shape[1],
-    )
-    plan = batch.plan(algorithm, kind)
-    program = plan.program(batch.rank)
+    plan, rows = batch.plan(algorithm, spec.kind), batch.layout.rows(batch.rank)
+    program, scoring = plan.program(batch.rank), spec.scoring(scale)
+    bound = _BoundLayer(plan, program, scoring, runtime, rows, config)
+    batch.binding.layers[key] = bound
+    return bound
+
+
+def _with_batch(
+    bound: _BoundLayer,
+    module: nn.Module,
+    batch: LongCtxBatch,
+    rows: list[Tensor],
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend this rank's rows of a group's batch; a recompute takes what the forward saved."""
+    if len(rows[0]) != bound.rows or len(rows[1]) != bound.rows:
+        raise ValueError(
+            f"longctx_batch describes {bound.rows} tokens of rank {batch.rank}, but the model "
+            f"attends {len(rows[0])} queries to {len(rows[1])} keys; pass one row of exactly those "
+            "tokens"
+        )
+    runtime, saved = bound.runtime, batch.binding.saved
     account, index = runtime.account, getattr(module, "layer_idx", None)
     index = None if index == -1 else index  # Zamba2 numbers all of them -1
     name = id(module) if index is None else index
-    recompute = torch._C._current_graph_task_id() != -1  # inside a backward pass
-    layer = Layer(program, runtime.channel, scoring, account, half=batch.half, index=index)
-    if batch.speeds:
+    layer = Layer(
+        bound.program, runtime.channel, bound.scoring, account, half=batch.half, index=index
+    )
+    if batch.options.speeds:
         assert isinstance(runtime.channel, BridgedChannel), "servers are reached over bridges"
-        layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
-    before = runtime.sent_bytes
-    if recompute:
-        layer.saved = batch.saved.take(name)
-    else:
-        layer.forget = lambda: batch.saved.drop(name)
-        layer.turn = batch.turn
-    out, lse = attend(layer, *rows, sinks=sinks)
-    if recompute:
+        layer.call = partial(send_requests, runtime.channel, runtime.senders, bound.plan)
+    if torch._C._current_graph_task_id() != -1:  # inside a backward pass: a recompute
+        before = runtime.sent_bytes
+        layer.saved = saved.take(name)
+        out, _ = attend(layer, *rows, sinks=sinks)
         account.recomputed += 1
         account.recompute_bytes += runtime.sent_bytes - before
-    else:
-        account.calls += 1
-        account.layers.add(name)
-        if module.training or out.requires_grad:
-            batch.saved.keep(name, (out.detach(), lse))
+        return out
+    layer.forget = partial(saved.drop, name)
+    layer.turn = batch.binding.turn
+    out, lse = attend(layer, *rows, sinks=sinks)
+    account.calls += 1
+    account.layers.add(name)
+    if module.training or out.requires_grad:
+        saved.keep(name, (out.detach(), lse))
     return out

@@ -1,11 +1,10 @@
-"""The mask side of our names: what Transformers asks for -> nothing, a window, or a dense mask.
+"""Make the masks that Transformers asks for under our names, and attend under a dense one.
 
-Layer: attention. Transformers calls `attention_mask` once per mask kind and forward. Causal,
-bidirectional, windowed and packed batches without padding or cache need no mask tensor: the hook
-derives documents itself. A padded batch, or one that decodes onto a cache, gets the dense mask that
-`sdpa` would get.
+Transformers calls `attention_mask` once per mask kind and forward. Causal, bidirectional, windowed
+and packed batches without padding or cache need no mask tensor: the hook derives documents itself.
+A padded batch, or one that decodes onto a cache, gets the dense mask that `sdpa` would get; it and
+masks of the user's own are computed locally. Layer: attention.
 
-Local attention under a dense mask: padded batches, caches, and masks of the user's own. Plain scores go to PyTorch; softcap and sinks, which it lacks, are written out.
 Letters: B batch, S query rows, H query heads, V value head size.
 """
 
@@ -23,27 +22,23 @@ from ..kernels.softmax import Scoring
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """Stands for the mask of a layer whose rows see `size` keys, themselves included.
-
-    `generate` asks for masks ahead of a forward and hands them back as the model's
-    `attention_mask`, whose number of axes Transformers looks at.
-    """
+    """Stand for the causal mask of a layer whose rows see `size` keys, themselves included."""
 
     size: int
+    # `generate` asks for masks ahead of a forward and hands them back as the model's
+    # `attention_mask`, whose number of axes Transformers looks at
     ndim: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Bidirectional:
-    """Stands for the mask of a layer whose rows see `window` keys on either side, themselves
-    included; 0 for all.
+    """Stand for the mask of a layer whose rows see `window` keys on either side, themselves
+    included; 0 for all keys."""
 
-    Transformers bounds the distance of such layers by `sliding_window`, itself allowed in most
-    families (`window` is one more) and not in Gemma 3 (`window` is the same).
-    """
-
+    # Transformers bounds the distance of such layers by `sliding_window`: a key at that distance is
+    # seen in most families, so that `window` is one more, but not in Gemma 3
     window: int = 0
-    ndim: ClassVar[int] = 0
+    ndim: ClassVar[int] = 0  # as in `SlidingWindow`
 
 
 def attention_mask(
@@ -59,7 +54,16 @@ def attention_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | SlidingWindow | Bidirectional | None:
-    """The mask function that Transformers calls under our names.
+    """Make the mask of one kind of layer, as Transformers calls it under our names.
+
+    Args:
+        batch_size, q_length, kv_length (`int`): Shape of the scores.
+        q_offset, kv_offset (`int`): Position of the first query and key, with a cache.
+        mask_function (`Callable`, *optional*): Says which pairs of tokens see each other.
+        attention_mask (`Tensor`, *optional*): Padding, or what an earlier call returned.
+        local_size (`int`, *optional*): Keys of a sliding window.
+        use_vmap (`bool`, *optional*): Whether the mask function is an overlay of several.
+        config (*optional*): The model's.
 
     Returns:
         `None` (causal), a `SlidingWindow`, a `Bidirectional`, or a bool mask
@@ -68,8 +72,8 @@ def attention_mask(
     Raises:
         ValueError: for overlays (image tokens, prefixes) and chunked layers.
     """
-    # Gemma 3 makes its bidirectional masks by overlays on causal ones; others by functions that
-    # alone offer this skip.
+    # Gemma 3 makes bidirectional masks by overlays on causal ones. Other families make them by
+    # functions that alone offer to skip a bidirectional mask.
     overlaid = use_vmap and getattr(config, "use_bidirectional_attention", None) is True
     bidirectional = overlaid or "allow_is_bidirectional_skip" in kwargs
     if use_vmap and not overlaid:
@@ -85,8 +89,10 @@ def attention_mask(
         )
     if isinstance(attention_mask, SlidingWindow | Bidirectional):
         attention_mask = None  # made by an earlier call, which found no padding
+    # a mask of ones hides nothing, so that packed batches may come with one
     padded = attention_mask is not None and not bool(attention_mask.all())
     if padded or q_length != kv_length or int(q_offset) or kv_offset:
+        # without skips: None would mean causal to us, whatever `sdpa` takes it for
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return sdpa_mask(
             batch_size=batch_size,
@@ -108,7 +114,7 @@ def attention_mask(
 
 
 def _sees(function: Callable[..., Tensor], rows: Tensor, keys: Tensor) -> Tensor:
-    """bool `[pairs]`: whether each row sees its key."""
+    """Whether each row sees its key, bool `[pairs]`."""
     zero = torch.zeros((), dtype=torch.long, device=rows.device)
     return torch.as_tensor(function(zero, zero, rows, keys)).expand(rows.shape)
 
@@ -116,7 +122,7 @@ def _sees(function: Callable[..., Tensor], rows: Tensor, keys: Tensor) -> Tensor
 def _validate_causal(
     mask_function: Callable[..., Tensor] | None, length: int, device: torch.device | None
 ) -> None:
-    """Ask the mask function whether any token sees the next one."""
+    """Refuse a causal mask under which any token sees the next one."""
     if mask_function is None or length < 2:
         return
     rows = torch.arange(length - 1, device=device)
@@ -138,7 +144,7 @@ def _bidirectional(
     """Ask the mask function whether neighbours see each other, and how far a window reaches."""
 
     def pairs(distance: int) -> tuple[Tensor, Tensor]:
-        # an overlaid function of packed documents knows no index beyond the row, others know any
+        # an overlaid function of packed documents indexes a tensor of the row's length
         rows = torch.arange(max(length - distance, 0 if overlaid else 1), device=device)
         return rows, rows + distance
 
@@ -162,7 +168,7 @@ def dense(
     scoring: Scoring,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`[B, S, H, V]` in the query's dtype.
+    """Attend under a dense mask: `[B, S, H, V]` in the query's dtype.
 
     Args:
         query, key, value (`Tensor`): `[B, heads, rows, size]`.
@@ -171,6 +177,7 @@ def dense(
         sinks (`Tensor`, *optional*): `[H]`.
     """
     group = query.shape[1] // key.shape[1]
+    # PyTorch's kernels know neither softcap nor sinks: with those the scores are written out
     if not scoring.softcap and sinks is None:
         out = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scoring.scale, enable_gqa=group > 1

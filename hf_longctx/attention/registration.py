@@ -1,21 +1,11 @@
-"""`attn_implementation="distca"`: attention cut into tasks and balanced over the ranks of a group.
+"""Register our attention names with Transformers, each as an attention and a mask function.
 
-Layer: attention. Source: arXiv 2510.18121. The plan is `plan.distca`; each rank serves in place.
-
-`attn_implementation="charm"`: keys and values cross each slow link once and spread behind it. Source: our own design; of CHARM+, arXiv 2611.05906, only the abstract is public.
-The plan is `plan.charm`; queries stay at home.
-
-`attn_implementation="ring"`: keys and values travel once around the ranks of a group. Source: arXiv 2310.01889. The plan is `plan.ring`; queries stay at home.
-
-`attn_implementation="ulysses"`: ranks exchange heads for tokens, attend, and exchange back. Source: arXiv 2309.14509. The plan is `plan.ulysses`.
-
-`attn_implementation="zeco_linear"`: the softmax layers of a model with recurrent layers. The recurrent layers are adapted by `models.prepare`, as Transformers looks no
-name up for them; here the name stands for the attention that `--longctx_softmax` picks.
-
-Our attention names in the two registries of Transformers. Both halves are needed: a name without a mask function silently loses causality.
+Both registries are needed: a name without a mask function silently loses causality.
+Layer: attention.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,63 +17,8 @@ from . import hook
 from .masks import attention_mask
 
 
-def distca_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention as `hook.run` describes it, with balanced tasks."""
-    return hook.run("distca", module, query, key, value, attention_mask, **kwargs)
-
-
-def charm_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention as `hook.run` describes it, level by level."""
-    return hook.run("charm", module, query, key, value, attention_mask, **kwargs)
-
-
-def ring_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention as `hook.run` describes it, in ring order."""
-    return hook.run("ring", module, query, key, value, attention_mask, **kwargs)
-
-
-def ulysses_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention as `hook.run` describes it, each rank over its share of the heads."""
-    return hook.run("ulysses", module, query, key, value, attention_mask, **kwargs)
-
-
-def zeco_linear_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention as `hook.run` describes it, by the batch's plans for softmax layers.
+def _zeco_linear(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Run a softmax layer of a model with recurrent layers by the planner of its batch.
 
     Raises:
         ValueError: in a model without recurrent layers.
@@ -91,23 +26,34 @@ def zeco_linear_attention(
     if recurrent_family(module.config) is None:
         validate_model(module.config, name="zeco_linear")
     batch: LongCtxBatch | None = kwargs.get(KEY)
-    algorithm = batch.softmax if batch is not None else "distca"
-    return hook.run(algorithm, module, query, key, value, attention_mask, **kwargs)
+    algorithm = batch.options.algorithm if batch is not None else "distca"
+    return hook.run(algorithm, module, *args, **kwargs)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "charm": charm_attention,
-    "distca": distca_attention,
-    "ring": ring_attention,
-    "ulysses": ulysses_attention,
-    "zeco_linear": zeco_linear_attention,
+# Attention name -> the function that Transformers calls; its arguments are those of `hook.run`.
+FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+    # Keys and values cross each slow link once and spread behind it; queries stay at home. Our own
+    # design: of CHARM+, arXiv 2611.05906, only the abstract is public. Planner: `planners.charm`.
+    "charm": partial(hook.run, "charm"),
+    # Attention is cut into tasks that are balanced over the ranks; each rank serves in place.
+    # Source: arXiv 2510.18121. Planner: `planners.distca`.
+    "distca": partial(hook.run, "distca"),
+    # Keys and values travel once around the ranks; queries stay at home. Source: arXiv 2310.01889.
+    # Planner: `planners.ring`.
+    "ring": partial(hook.run, "ring"),
+    # Ranks exchange heads for tokens, attend, and exchange back. Source: arXiv 2309.14509.
+    # Planner: `planners.ulysses`.
+    "ulysses": partial(hook.run, "ulysses"),
+    # The recurrent layers are adapted by `recurrent.prepare`, as Transformers looks no name up for
+    # them; the name stands for the softmax layers, which `--longctx_softmax` plans.
+    "zeco_linear": _zeco_linear,
 }
 
 
 def register(names: Iterable[str] | None = None) -> None:
-    """Make names known to Transformers: attention function and mask function.
+    """Make our names known to Transformers.
 
-    Importing `hf_longctx` does this for all of them; calling it again changes nothing.
+    Importing `hf_longctx` registers all of them; a second call changes nothing.
 
     Args:
         names (`Iterable[str]`, *optional*): Which names; all by default.

@@ -1,1 +1,1 @@
-"""How bytes travel between ranks: channels over gloo or within one process, and rank processes."""
+"""Move bytes between ranks: channels over gloo or between threads of one process, and bridges."""

@@ -1,8 +1,10 @@
-"""Exchanges that other work hangs on -> that work, done as they arrive: one waiting thread each.
+"""Act on exchanges as they arrive, from one waiting thread per channel.
 
-Layer: comm. A channel has one `Arrivals`, whose thread waits for exchanges in the order in which
-they were given; gloo has no way to ask whether a message has come. The thread lives only while an
-exchange is due. It never fails by itself: an error is kept for whoever waits for the exchange.
+gloo has no way to ask whether a message has come, so passing one on as it arrives takes a thread
+that waits. A channel has one `Arrivals`, whose thread waits for exchanges in the order they were
+added and lives only while one is due. It never fails by itself: an error is kept for whoever
+waits for the exchange.
+Layer: comm.
 """
 
 import threading
@@ -15,10 +17,10 @@ Action = Callable[[], None]
 
 
 class Exchange(Protocol):
-    """An exchange under way."""
+    """Messages under way."""
 
     def done(self) -> bool:
-        """Whether every message of the exchange has arrived and left."""
+        """Return whether every message has arrived and left."""
         ...
 
     def wait(self, *, since: float | None = None) -> None:
@@ -35,25 +37,30 @@ class Exchange(Protocol):
         ...
 
 
-class Joined:
-    """Exchanges that are waited for as one."""
+class JoinedExchange:
+    """Several exchanges that are waited for as one.
+
+    Args:
+        parts (`Sequence[Exchange]`): Waited for in this order.
+    """
 
     def __init__(self, parts: Sequence[Exchange]) -> None:
         self.parts = parts
 
     def done(self) -> bool:
-        """Whether all of them are."""
+        """Return whether all of them are done."""
         return all(part.done() for part in self.parts)
 
     def wait(self, *, since: float | None = None) -> None:
-        """Block until all of them are done, in their order."""
+        """Block until all of them are done."""
+        # One start for all parts: each has its own time-out, and they run side by side.
         began = time.monotonic() if since is None else since
         for part in self.parts:
             part.wait(since=began)
 
 
 class Arrival:
-    """An exchange whose arrival a thread waits for, and what is done then.
+    """An exchange that the waiting thread waits for, and what it does then.
 
     Args:
         exchange (`Exchange`): What arrives.
@@ -70,7 +77,7 @@ class Arrival:
         self._lock, self._over = threading.Lock(), threading.Event()
 
     def then(self, action: Action) -> None:
-        """Do one thing more once it has arrived: at once where it has. Not done on an error."""
+        """Add an action; it runs at once if the exchange has arrived, and never after an error."""
         with self._lock:
             if not self._over.is_set():
                 self._actions.append(action)
@@ -79,17 +86,22 @@ class Arrival:
             action()
 
     def take(self, failed: Exception | None = None) -> None:
-        """Wait for it and act; for the waiting thread. With `failed`, give it up instead."""
+        """Wait for the exchange and act; called by the waiting thread.
+
+        Args:
+            failed (`Exception`, *optional*): Give the exchange up for this error instead.
+        """
         try:
             if failed is not None:
                 raise failed
             assert self._exchange is not None, "an arrival is taken once"
             self._exchange.wait()
+            # Under the lock, so that an action added meanwhile runs after these, not among them.
             with self._lock:
                 for action in self._actions:
                     action()
                 self._end()
-        except Exception as error:  # the thread has nobody to tell but who waits
+        except Exception as error:  # the thread has nobody to tell but whoever waits
             with self._lock:
                 self.error = error
                 self._end()
@@ -99,18 +111,19 @@ class Arrival:
         self._over.set()
 
     def done(self) -> bool:
-        """Whether it has arrived and all was done, or will not."""
+        """Return whether it has arrived and every action has run, or it has failed."""
         return self._over.is_set()
 
     def wait(self, *, since: float | None = None) -> None:
-        """Block until then; how long a message may take is up to the waiting thread."""
+        """Block until then. The waiting thread keeps the time; `since` is not used."""
+        # No time-out of its own: the waiting thread's exchange has one, and always ends.
         self._over.wait()
         if self.error is not None:
             raise self.error
 
 
-class Following:
-    """An exchange that cannot end before an arrival, which starts the clock of its waits.
+class RelayedExchange:
+    """An exchange that begins when another arrives; only then does its time-out begin.
 
     Args:
         upon (`Arrival`): What comes first.
@@ -121,20 +134,20 @@ class Following:
         self.upon, self.exchange = upon, exchange
 
     def done(self) -> bool:
-        """Whether both are."""
+        """Return whether both are done."""
         return self.upon.done() and self.exchange.done()
 
     def wait(self, *, since: float | None = None) -> None:
-        """Block until both are done; `since` says nothing of what began later."""
+        """Block until both are done; `since` is earlier than the second one began, so not used."""
         self.upon.wait()
         self.exchange.wait()
 
 
 class Arrivals:
-    """What is to be done as the exchanges of one channel arrive.
+    """The exchanges of one channel on whose arrival something is done.
 
     Args:
-        name (`str`): Of the thread.
+        name (`str`): Name of the waiting thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -143,8 +156,9 @@ class Arrivals:
         self._lock, self._running = threading.Lock(), False
 
     def add(self, exchange: Exchange, action: Action) -> Arrival:
-        """Have `action` done by the waiting thread once `exchange` has arrived."""
+        """Have the waiting thread run `action` once `exchange` has arrived."""
         arrival = Arrival(exchange, action)
+        # Under the lock that the thread ends under, so none is added behind its last look.
         with self._lock:
             self._due.append(arrival)
             if not self._running:
@@ -161,4 +175,5 @@ class Arrivals:
                     return
                 arrival = self._due.popleft()
             arrival.take(failed)
-            failed = failed or arrival.error  # each would take its whole time-out to fail too
+            # Waiting for the next ones too would take the whole time-out again for each.
+            failed = failed or arrival.error

@@ -1,40 +1,45 @@
-"""The ranks of a group and its extra servers, numbered after them, as one channel.
+"""Reach the ranks of a group and its extra servers, numbered after them, over one channel.
 
-Layer: comm. Each server is joined over a bridge, a channel of its own in which the ranks keep their
-numbers and the server comes after them: losing one breaks no collective of the ranks. What was due
-from a lost server arrives as NaN, so that a step made of it cannot pass for a good one, and
-nothing more is sent to it; whoever owns the channel looks at `lost` and runs the step again.
+Each server is joined over a bridge, a channel of its own in which the ranks keep their numbers and
+the server comes after them: losing a server breaks no collective of the ranks. What a lost server
+owes arrives as NaN, so that a step made of it cannot pass for a good one, and nothing more is sent
+to it. Whoever owns the channel looks at `lost` and runs the step again.
+Layer: comm.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from .arrivals import Exchange, Joined
+from .arrivals import Exchange, JoinedExchange
 from .channels import Channel, ExchangeError, Payload
 
 _NAN = 0xFF  # a float whose bytes are all ones is NaN, in every format
 
 
-class _OverBridge:
+class _BridgeExchange:
     """One bridge's part of an exchange, which never raises for a lost server."""
 
     def __init__(
-        self, channel: "BridgedChannel", number: int, under_way: Exchange | None,
+        self,
+        channel: "BridgedChannel",
+        number: int,
+        exchange: Exchange | None,
         recvs: Sequence[Payload],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.channel, self.number, self.recvs = channel, number, recvs
-        self.under_way = under_way
+        self.exchange = exchange  # None: the server was lost before
 
     def done(self) -> bool:
-        return self.under_way is None or self.under_way.done()
+        return self.exchange is None or self.exchange.done()
 
     def wait(self, *, since: float | None = None) -> None:
         try:
-            if self.under_way is not None:
-                self.under_way.wait(since=since)
+            if self.exchange is not None:
+                self.exchange.wait(since=since)
                 return
         except ExchangeError as error:
             self.channel.lose(self.number, error)
+        # Results of a lost server must not look like numbers, whatever the buffer held before.
         for _, data in self.recvs:
             data.fill_(_NAN)
 
@@ -43,13 +48,13 @@ class BridgedChannel:
     """A rank's channel to its peers and to extra servers.
 
     Args:
-        peers (`Channel`, *optional*): To the other ranks; `None` where a rank is alone.
-        bridges (`Sequence[Channel]`): To each server; there it has the number `ranks`.
+        peers (`Channel`, *optional*): To the other ranks; `None` for a rank without peers.
+        bridges (`Sequence[Channel]`): To each server, whose number in it is `ranks`.
         ranks (`int`): Ranks of the group.
         rank (`int`): This one.
 
     Attributes:
-        lost (`dict[int, ExchangeError]`): Bridge number -> what showed that its server is lost.
+        lost (`dict[int, ExchangeError]`): By number of the bridge, what showed the loss.
     """
 
     def __init__(
@@ -61,15 +66,15 @@ class BridgedChannel:
 
     @property
     def more(self) -> Sequence[Channel]:
-        """Further channels to its peers; a program with servers uses none."""
+        """Further channels to the peers; a program with servers uses none."""
         return self.peers.more if self.peers is not None else ()
 
     def lose(self, number: int, error: ExchangeError) -> None:
         """Give a server up: nothing more is sent to it or awaited from it."""
-        self.lost.setdefault(number, error)
+        self.lost.setdefault(number, error)  # the first error shows the cause
 
     def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
-        """As `Channel.post`; a lost server's part is done at once, with NaN."""
+        """Start an exchange as `Channel.post`; a lost server's part is done at once, with NaN."""
         parts: list[Exchange] = []
         own = [[p for p in side if p[0] < self.ranks] for side in (sends, recvs)]
         if own[0] or own[1]:
@@ -77,26 +82,27 @@ class BridgedChannel:
             parts.append(self.peers.post(*own, what=what))
         for number in range(len(self.bridges)):
             at = self.ranks + number
+            # Within its bridge every server has the same number.
             there = [[(self.ranks, d) for p, d in side if p == at] for side in (sends, recvs)]
             if there[0] or there[1]:
-                parts.append(self._over(number, *there, what=what))
+                parts.append(self._post_to_server(number, *there, what=what))
         for peer, data in sends:
             if peer < self.ranks or peer - self.ranks not in self.lost:
-                self.sent[peer] += data.numel()
-        return Joined(parts)
+                self.sent[peer] += data.numel()  # what a lost server was to get never left
+        return JoinedExchange(parts)
 
-    def _over(
+    def _post_to_server(
         self, number: int, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str
     ) -> Exchange:
-        under_way = None
+        exchange = None
         if number not in self.lost:
             try:
-                under_way = self.bridges[number].post(sends, recvs, what=what)
+                exchange = self.bridges[number].post(sends, recvs, what=what)
             except ExchangeError as error:
                 self.lose(number, error)
-        return _OverBridge(self, number, under_way, recvs)
+        return _BridgeExchange(self, number, exchange, recvs)
 
     def agree(self, number: int, *, what: str) -> None:
-        """As `Channel.agree`, among the ranks."""
+        """Compare a number among the ranks, as `Channel.agree`."""
         if self.peers is not None:
             self.peers.agree(number, what=what)

@@ -1,11 +1,10 @@
-"""Bytes between ranks: one message per peer, over gloo or between threads of one process.
+"""Move bytes between ranks: one message per peer, over gloo or between threads of one process.
 
-Layer: comm. A channel posts an exchange without blocking and hands back an `Exchange` to wait for.
-The n-th message from a to b meets the n-th receive that b posted for a; a relayed one, which leaves
-later, has its number reserved. Each wait has a time-out; its error names rank, operation and peer.
-
-What a program with relays, or with several channels, needs of a channel. A relayed message is posted long before it can leave: its place in the order is taken
-at once, on both sides, so that timing cannot change which message meets which receive.
+A channel posts an exchange without blocking and returns an `Exchange` to wait for. The n-th message
+from a to b meets the n-th receive that b posted for a. A relayed message is posted long before it
+can leave, so its place in that order is reserved at once, on both sides: timing cannot change which
+message meets which receive. Each wait has a time-out; its error names rank, operation and peer.
+Layer: comm.
 """
 
 import re
@@ -53,19 +52,68 @@ class Channel(Protocol):
         ...
 
     def agree(self, number: int, *, what: str) -> None:
-        """Compare a number across the group. Raises `ValueError` where ranks differ."""
+        """Compare a number across the group. Raises `ValueError` if ranks differ."""
         ...
 
 
+class ReservedSends(Exchange, Protocol):
+    """Messages whose place in the order is taken before they can leave."""
+
+    def send(self, messages: Sequence[Tensor]) -> None:
+        """Send them, once. Only after that can they be waited for."""
+        ...
+
+
+@runtime_checkable
+class RelayChannel(Channel, Protocol):
+    """A channel on which messages can leave as others arrive.
+
+    Attributes:
+        arrivals (`Arrivals`): What to do as its exchanges arrive.
+    """
+
+    arrivals: Arrivals
+
+    def reserve(self, sizes: Sequence[tuple[int, int]], *, what: str) -> ReservedSends:
+        """Take the place of one message for each `(peer, bytes)`; they count as sent."""
+        ...
+
+
+def select_channel(channel: Channel, number: int) -> Channel:
+    """Return the channel that a program calls `number`."""
+    have = 1 + len(channel.more)
+    assert number < have, f"the program uses channel {number}, and there are {have}"
+    return channel.more[number - 1] if number else channel
+
+
+def sent_to_each(channel: Channel) -> Counter[int]:
+    """Return the bytes sent to each peer, over a channel and its further ones."""
+    return sum((each.sent for each in (channel, *channel.more)), Counter())
+
+
+def sent_over_all(channel: Channel) -> int:
+    """Return the bytes sent to all peers, over a channel and its further ones."""
+    return sent_to_each(channel).total()
+
+
 def cause(error: RuntimeError) -> str:
-    """gloo's error in a line, without its source file and general advice."""
+    """Shorten gloo's error to a line, without its source file and general advice."""
+    # gloo puts its source file before, and two sentences of advice behind the cause.
     line = (str(error).splitlines() or ["time-out"])[0]
     return re.sub(r"^\[[^] ]+:\d+\] ", "", line).split(" This is typically")[0]
 
 
 def _failed(rank: int, what: str, peer: int, why: object) -> ExchangeError:
-    lost = f"rank {peer} may itself wait for one that is stopped or lost"
+    lost = f"rank {peer} may itself be blocked on a stalled or dead rank"
     return ExchangeError(f"rank {rank}: {what} with rank {peer} did not finish: {why} ({lost})")
+
+
+def _validate_agreement(high: int, low: int, number: int, rank: int, what: str) -> None:
+    if high != low:
+        raise ValueError(
+            f"rank {rank}: the ranks of a group disagree on {what}: {number} here, between {low} "
+            f"and {high} elsewhere; give every rank the same data set, seed, flags and versions"
+        )
 
 
 class _GlooExchange:
@@ -80,7 +128,8 @@ class _GlooExchange:
         for peer, work in self.works:
             left = self.channel.timeout - timedelta(seconds=time.monotonic() - began)
             try:
-                work.wait(max(left, _AT_LEAST))  # what has come is taken, however late it is
+                # However late, a message that is there is taken; gloo reads 0 as no time-out.
+                work.wait(max(left, _AT_LEAST))
             except RuntimeError as error:
                 raise _failed(self.channel.rank, self.what, peer, cause(error)) from error
 
@@ -90,7 +139,7 @@ class _GlooReserved(_GlooExchange):
         super().__init__(channel, [], what)
         self.slots = slots  # peer, tag
 
-    def leave(self, messages: Sequence[Tensor]) -> None:
+    def send(self, messages: Sequence[Tensor]) -> None:
         for (peer, tag), data in zip(self.slots, messages, strict=True):
             try:
                 self.works.append((peer, self.channel.send(data, peer, tag)))
@@ -115,35 +164,40 @@ class GlooChannel:
         self._numbers: Counter[tuple[str, int]] = Counter()
 
     def _tag(self, way: str, peer: int) -> int:
+        """Return the number of the next message to or from a peer."""
+        # gloo matches a send with the receive of the same tag, whatever was posted between them.
         self._numbers[way, peer] += 1
         return self._numbers[way, peer] % 2**30
 
     def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
-        """Receives are posted before any send: a gloo send waits for its receive."""
+        """Start an exchange; see `Channel.post`."""
         works: list[tuple[int, dist.Work]] = []
+        # Receives first: a gloo send waits until the peer has posted its receive.
         try:
             for peer, data in recvs:
                 tag = self._tag("from", peer)
                 works.append((peer, self.group.recv([data], peer, tag)))
             for peer, data in sends:
                 tag = self._tag("to", peer)
-                self.sent[peer] += data.numel()  # first: who has received it may ask at once
+                # Counted first: whoever has received the message may read the count at once.
+                self.sent[peer] += data.numel()
                 works.append((peer, self.send(data, peer, tag)))
         except RuntimeError as error:
             raise _failed(self.rank, what, peer, cause(error)) from error
         return _GlooExchange(self, works, what)
 
     def send(self, data: Tensor, peer: int, tag: int) -> dist.Work:
-        """Have one message leave, under a tag of its own."""
+        """Send one message under its tag."""
         return self.group.send([data], peer, tag)
 
     def reserve(self, sizes: Sequence[tuple[int, int]], *, what: str) -> _GlooReserved:
-        """A tag for each message."""
+        """Take a tag for each message; see `RelayChannel.reserve`."""
         self.sent.update(dict(sizes))
         return _GlooReserved(self, [(peer, self._tag("to", peer)) for peer, _ in sizes], what)
 
     def close(self) -> None:
-        """Give up the groups, so that their threads end before the interpreter does."""
+        """Destroy the groups."""
+        # Their threads must end before the interpreter does.
         for channel in self.more:
             channel.close()
         if dist.is_initialized():  # else the groups were destroyed already, all at once
@@ -151,20 +205,24 @@ class GlooChannel:
         del self.group
 
     def agree(self, number: int, *, what: str) -> None:
-        """One small all-reduce; `number` must lie in [0, 2**63)."""
-        both = torch.tensor([number, -number], dtype=torch.int64)
+        """Compare by one small all-reduce; `number` must lie in [0, 2**63)."""
+        both = torch.tensor([number, -number], dtype=torch.int64)  # the maximum and the minimum
         try:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
             raise ExchangeError(
                 f"rank {self.rank}: comparing {what} did not finish: {cause(error)}"
             ) from error
-        _same(int(both[0]), -int(both[1]), number, self.rank, what)
+        _validate_agreement(int(both[0]), -int(both[1]), number, self.rank, what)
 
 
 def over_groups(groups: Sequence[dist.ProcessGroup], *, timeout: float) -> GlooChannel:
-    """The channel over the first group, with one more over each other; their order is the same on
-    all ranks, and all are warm: no connection is made in the midst of a step."""
+    """Return the channel over the first group, with one more over each of the others.
+
+    All ranks must give the groups in the same order.
+    """
+    # Each channel is used once here: gloo connects at the first use, and within a step that would
+    # count as the time of an exchange.
     first, *more = (GlooChannel(group, timeout=timeout) for group in groups)
     first.more = tuple(more)
     for number, channel in enumerate(more, start=1):
@@ -172,17 +230,10 @@ def over_groups(groups: Sequence[dist.ProcessGroup], *, timeout: float) -> GlooC
     return first
 
 
-def _same(high: int, low: int, number: int, rank: int, what: str) -> None:
-    if high != low:
-        raise ValueError(
-            f"rank {rank}: the ranks of a group disagree on {what}: {number} here, between {low} "
-            f"and {high} elsewhere; give every rank the same data set, seed, flags and versions"
-        )
-
-
 _Key = tuple[int, int, int, int]  # number of the channel, from, to, how many went that way
 
 
+# Sends here never wait for a receive, so tests that depend on it need gloo.
 class Hub:
     """The messages of ranks that run as threads of one process.
 
@@ -200,7 +251,7 @@ class Hub:
         self.numbers = [0] * ranks
 
     def channels(self) -> list["ThreadChannel"]:
-        """One channel per rank, with further ones."""
+        """Return one channel per rank, each with its further ones."""
         return [ThreadChannel(self, rank) for rank in range(self.ranks)]
 
 
@@ -221,12 +272,13 @@ class _ThreadExchange:
                     partial(hub.messages.__contains__, key), end - time.monotonic()
                 )
                 if not arrived:
-                    cause = f"no message within {hub.timeout} s"
-                    raise _failed(self.channel.rank, self.what, key[1], cause)
+                    why = f"no message within {hub.timeout} s"
+                    raise _failed(self.channel.rank, self.what, key[1], why)
                 message = hub.messages.pop(key)
             if message.numel() != buffer.numel():
-                cause = f"{message.numel()} bytes came, {buffer.numel()} were expected"
-                raise _failed(self.channel.rank, self.what, key[1], cause)
+                why = f"{message.numel()} bytes came, {buffer.numel()} were expected"
+                raise _failed(self.channel.rank, self.what, key[1], why)
+            # Into the caller's buffer, as gloo receives.
             buffer.copy_(message)
         self.due = []
 
@@ -236,7 +288,7 @@ class _ThreadReserved(_ThreadExchange):
         super().__init__(channel, [], what)
         self.slots = slots
 
-    def leave(self, messages: Sequence[Tensor]) -> None:
+    def send(self, messages: Sequence[Tensor]) -> None:
         for key, data in zip(self.slots, messages, strict=True):
             self.channel.send(data, key)
 
@@ -267,7 +319,8 @@ class ThreadChannel:
         return self.number, source, target, self._numbers[source, target]
 
     def post(self, sends: Sequence[Payload], recvs: Sequence[Payload], *, what: str) -> Exchange:
-        """Leave copies of the messages for their receivers."""
+        """Leave the messages in the hub; see `Channel.post`."""
+        # Copies: unlike a process, a thread could change a message before its peer has read it.
         due = [(self._key(peer, self.rank), buffer) for peer, buffer in recvs]
         for peer, data in sends:
             self.sent[peer] += data.numel()
@@ -275,23 +328,23 @@ class ThreadChannel:
         return _ThreadExchange(self, due, what)
 
     def send(self, data: Tensor, key: _Key) -> None:
-        """Have one message leave, under a key of its own."""
+        """Leave one message in the hub under its key."""
         with self.hub.changed:
             self.hub.messages[key] = data
             self.hub.changed.notify_all()
 
     def reserve(self, sizes: Sequence[tuple[int, int]], *, what: str) -> _ThreadReserved:
-        """A key for each message."""
+        """Take a key for each message; see `RelayChannel.reserve`."""
         self.sent.update(dict(sizes))
         return _ThreadReserved(self, [self._key(self.rank, peer) for peer, _ in sizes], what)
 
     def agree(self, number: int, *, what: str) -> None:
-        """Compare through the hub, once all ranks have come."""
+        """Compare through the hub, once every rank has left its number."""
         self.hub.numbers[self.rank] = number
         self._meet(what)
         high, low = max(self.hub.numbers), min(self.hub.numbers)
         self._meet(what)  # the next comparison must not overwrite numbers that are being read
-        _same(high, low, number, self.rank, what)
+        _validate_agreement(high, low, number, self.rank, what)
 
     def _meet(self, what: str) -> None:
         try:
@@ -301,43 +354,3 @@ class ThreadChannel:
                 f"rank {self.rank}: comparing {what} did not finish: not all {self.hub.ranks} "
                 f"ranks came within {self.hub.timeout} s"
             ) from error
-
-
-class Reserved(Exchange, Protocol):
-    """Messages whose place in the order is taken before they can leave."""
-
-    def leave(self, messages: Sequence[Tensor]) -> None:
-        """Send them, once; then, and not before, they can be waited for."""
-        ...
-
-
-@runtime_checkable
-class Relaying(Channel, Protocol):
-    """A channel on which messages can leave as others arrive.
-
-    Attributes:
-        arrivals (`Arrivals`): What is to be done as its exchanges arrive.
-    """
-
-    arrivals: Arrivals
-
-    def reserve(self, sizes: Sequence[tuple[int, int]], *, what: str) -> Reserved:
-        """Take the place of one message to each `(peer, bytes)`; they count as sent."""
-        ...
-
-
-def numbered(channel: Channel, number: int) -> Channel:
-    """The channel that a program means by `number`."""
-    have = 1 + len(channel.more)
-    assert number < have, f"the program uses channel {number}, and there are {have}"
-    return channel.more[number - 1] if number else channel
-
-
-def sent_over_all(channel: Channel) -> int:
-    """Bytes sent to all peers over a channel and its further ones."""
-    return sum(sum(each.sent.values()) for each in (channel, *channel.more))
-
-
-def sent_to_each(channel: Channel) -> Counter[int]:
-    """Bytes sent to each peer over a channel and its further ones."""
-    return sum((each.sent for each in (channel, *channel.more)), Counter())

@@ -1,11 +1,11 @@
-"""The launcher's environment and /sys -> where a process computes, from the node inwards.
+"""Find the nested domains of a group's ranks, from a flag or from their places and measured links.
 
-Layer: comm. A place names the node, the NUMA domain and, for a CUDA device, the PCI bridge that it
-hangs on with its neighbours. Ranks that begin with the same names share everything up to there.
-
-A flag, or ranks' places and measured links -> the nested domains of a group's ranks. The flag is taken as it is. Under `auto` places say which domains there may be, and a
-short probe which of them matter: traffic inside a NUMA domain can be slower than between two, and
-then there is one level, not two.
+A place names the node, the NUMA domain and, for a CUDA device, the PCI bridge that it shares with
+its neighbours. Ranks whose places begin with the same names share everything up to there. A flag is
+taken as it is. Under `auto` places give the possible domains, and a short probe decides which of
+them matter: traffic inside a NUMA domain can be slower than between two, and then there is one
+level, not two.
+Layer: comm.
 """
 
 import hashlib
@@ -23,38 +23,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.layouts.levels import Levels
-from ..planning.predict.predict import Link
+from ..planning.layouts.levels import Levels, Link
 from .channels import Channel
+
+logger = logging.getLogger(__name__)
 
 Place = tuple[str, str, str]  # as in KINDS
 KINDS = ("node", "NUMA domain", "PCI bridge")
 SYS = Path("/sys")
-_UNKNOWN = "?"  # equal everywhere: it parts no ranks
+_UNKNOWN = "?"  # equal everywhere, so it separates no ranks
+
+APART = 1.5  # a level's links must be this many times as fast as the links around it
+PROBE_BYTES = 4 << 20  # of a message: far above latencies, a third of a second at 100 Mbit/s
+_WARM_BYTES = 64 << 10
+_HOPS = 8  # messages of one byte; the fastest counts, as ranks need some to fall into step
 
 
 def own_place(device: torch.device) -> Place:
-    """Where this process computes.
-
-    Args:
-        device (`torch.device`): What it computes on.
-    """
+    """Return the place of this process, which computes on `device`."""
     node = node_name(os.environ)
     if device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(device)
         bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         return node, *pci_place(bus)
+    # A process that may run on several domains belongs to none.
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return node, cpu_place(affinity(0) if affinity else set()), _UNKNOWN
 
 
 def node_name(environment: Mapping[str, str]) -> str:
-    """The node that a launcher says this process is on; else the host's name.
+    """Return the node that the launcher says this process is on, else the host's name.
 
     Args:
         environment (`Mapping[str, str]`): With `GROUP_RANK`, the node's number under torchrun, or
             `RANK` and `LOCAL_WORLD_SIZE`, if the process was launched.
     """
+    # Host names may be equal in containers, so the launcher's numbers come first.
     if "GROUP_RANK" in environment:
         return environment["GROUP_RANK"]
     if "RANK" in environment and "LOCAL_WORLD_SIZE" in environment:
@@ -63,27 +67,28 @@ def node_name(environment: Mapping[str, str]) -> str:
 
 
 def pci_place(bus: str, *, sys: Path = SYS) -> tuple[str, str]:
-    """NUMA domain and bridge of a PCI device.
+    """Return the NUMA domain and the bridge of a PCI device; `?` for what is not known.
 
     Args:
         bus (`str`): Its address, as `0000:83:00.0`.
-        sys (`Path`, *optional*): Where the kernel tells of devices.
+        sys (`Path`, *optional*, defaults to `/sys`): Where the kernel describes devices.
     """
     device = sys / "bus" / "pci" / "devices" / bus
     try:
         domain = (device / "numa_node").read_text().strip()
-        port = device.resolve().parent  # one of the bridge's, for this device alone
+        # The device hangs on a port of its own; the bridge above it is what neighbours share.
+        port = device.resolve().parent
     except OSError:
         return _UNKNOWN, _UNKNOWN
     return domain, port.parent.name
 
 
 def cpu_place(cpus: Set[int], *, sys: Path = SYS) -> str:
-    """The NUMA domain that holds all CPUs of a process.
+    """Return the NUMA domain that holds all CPUs of a process, or `?`.
 
     Args:
-        cpus (`Set[int]`): Those that it may run on.
-        sys (`Path`, *optional*): Where the kernel tells of domains.
+        cpus (`Set[int]`): The CPUs that it may run on.
+        sys (`Path`, *optional*, defaults to `/sys`): Where the kernel describes domains.
     """
     for listed in sorted(sys.glob("devices/system/node/node*/cpulist")):
         if cpus and cpus <= _numbers(listed.read_text()):
@@ -92,24 +97,25 @@ def cpu_place(cpus: Set[int], *, sys: Path = SYS) -> str:
 
 
 def _numbers(text: str) -> set[int]:
-    """`0-3,8` -> the numbers."""
+    """Read a kernel list such as `0-3,8`."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
     return {n for low, _, high in ends for n in range(int(low), int(high or low) + 1)}
 
 
-def nest(places: Sequence[Sequence[object]]) -> tuple[Levels, tuple[int, ...]]:
-    """Ranks' places -> nested domains of neighbouring ranks that share a place.
+def nested_levels(places: Sequence[Sequence[object]]) -> tuple[Levels, tuple[int, ...]]:
+    """Nest neighbouring ranks that share a place into domains of equal size.
 
     Args:
         places (`Sequence[Sequence[object]]`): By rank, each of the same depth, outermost first.
 
     Returns:
-        The levels, each of two members at least where there is more than one rank, and for each but
-        the innermost the depth at which its members part.
+        The levels, each with two members at least if there is more than one rank; and for each but
+        the innermost, the depth at which the places of its members differ.
     """
     sizes, depths, inner = [], [], len(places)
     for depth in range(len(places[0])):
         runs = groupby(tuple(place[: depth + 1]) for place in places)
+        # Domains of one level must be equal, so runs of unequal length count by their divisor.
         shared = gcd(inner, *(len(list(run)) for _, run in runs))
         if 1 < shared < inner:
             sizes.append(inner // shared)
@@ -118,22 +124,14 @@ def nest(places: Sequence[Sequence[object]]) -> tuple[Levels, tuple[int, ...]]:
     return Levels((*sizes, inner)), tuple(depths)
 
 
-logger = logging.getLogger(__name__)
-
-APART = 1.5  # times as fast must links be inside a domain as those out of it, to be a level
-PROBE_BYTES = 4 << 20  # of a message: far above latencies, a third of a second at 100 Mbit/s
-_WARM_BYTES = 64 << 10
-_HOPS = 8  # messages of one byte, of which the fastest counts: ranks fall into step
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRate:
-    """Bytes per second that the slowest rank sends over the links of a level, and receives at once.
+    """What the slowest rank sends over the links of a level while it receives as much.
 
     Args:
-        together (`float`): While all ranks do.
-        alone (`float`): While one pair of them does. Larger where ranks share a link.
-        hop (`float`, *optional*): Seconds that a message of one byte takes.
+        together (`float`): Bytes per second while all ranks do so.
+        alone (`float`): Bytes per second while one pair does so; larger if ranks share a link.
+        hop (`float`, *optional*, defaults to 0.0): Seconds that a message of one byte takes.
     """
 
     together: float
@@ -150,8 +148,8 @@ class Topology:
 
     Args:
         levels (`Levels`): Sizes, outermost first.
-        why (`str`): Where they come from.
-        rates (`tuple[LinkRate, ...]`, *optional*): Of each level; empty where none was measured.
+        why (`str`): Where they come from, for the log.
+        rates (`tuple[LinkRate, ...]`, *optional*): Of each level; empty if none was measured.
     """
 
     levels: Levels
@@ -160,7 +158,7 @@ class Topology:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The measured links as predictions see them: as many lanes as rates together fill."""
+        """The measured links for predictions: each with the lanes that its ranks fill together."""
         behind = (self.levels.below(level) for level in range(len(self.rates)))
         return tuple(
             Link(rate.alone, min(rate.together / rate.alone, 1.0) * ranks)
@@ -169,10 +167,10 @@ class Topology:
 
 
 def given_levels(text: str, *, ranks: int, ulysses_size: int = 1) -> Levels | None:
-    """The levels that the flag names; `None` for `auto`.
+    """Return the levels that `longctx_topology=text` names; `None` for `auto`.
 
     Raises:
-        ValueError: where they are not those of `ranks` ranks, or `ulysses_size` ranks that exchange
+        ValueError: if they do not hold `ranks` ranks, or if `ulysses_size` ranks that exchange
             heads do not fit in their domains.
     """
     if text == "auto":
@@ -184,12 +182,12 @@ def given_levels(text: str, *, ranks: int, ulysses_size: int = 1) -> Levels | No
             f"longctx_topology={text} holds {levels.ranks} ranks, but {ranks} share a batch: its "
             f"sizes, outermost first, must multiply to that; use one of {', '.join(pairs)}, or auto"
         )
-    levels.outside(ulysses_size)  # refuses what does not fit
+    levels.outside(ulysses_size)  # raises if it does not fit
     return levels
 
 
 def validate_domains(found: Topology, *, size: int) -> None:
-    """Refuse domains of `size` ranks that exchange heads, where found levels do not hold them.
+    """Reject found levels that do not hold domains of `size` ranks that exchange heads.
 
     Raises:
         ValueError: with what was found, and the remedy.
@@ -204,17 +202,17 @@ def validate_domains(found: Topology, *, size: int) -> None:
 
 
 def find_topology(text: str, *, ranks: int, channel: Channel | None, place: Place) -> Topology:
-    """The topology of a group, the same on all its ranks, which call this at once; logged once.
+    """Find the topology of a group, the same on all its ranks, which call this together.
 
     Args:
-        text (`str`): The flag.
+        text (`str`): The flag `longctx_topology`.
         ranks (`int`): Ranks of the group.
-        channel (`Channel`, *optional*): Between them; `None` where there is one.
+        channel (`Channel`, *optional*): Between them; `None` for a single rank.
         place (`Place`): This rank's.
 
     Raises:
         ValueError: see `given_levels`.
-        ExchangeError: where a rank does not answer.
+        ExchangeError: if a rank does not answer.
     """
     given = given_levels(text, ranks=ranks)
     if given is not None:
@@ -229,18 +227,20 @@ def find_topology(text: str, *, ranks: int, channel: Channel | None, place: Plac
 
 
 def _measured(channel: Channel, ranks: int, place: Place) -> Topology:
-    """What places suggest, as far as measured links bear it out."""
+    """Return the levels that places suggest, as far as measured links confirm them."""
+    # Names travel as numbers of one size. Seven bytes fit int64 and do not collide by chance.
     numbers = [int.from_bytes(hashlib.blake2b(x.encode(), digest_size=7).digest()) for x in place]
     everyone = gather(channel, torch.tensor(numbers, dtype=torch.int64), ranks=ranks)
-    levels, depths = nest(everyone.tolist())
+    levels, depths = nested_levels(everyone.tolist())
     if bool((everyone == everyone[0]).all()):
         return Topology(levels=levels, why="one domain, as all share a node and a NUMA domain")
+    # Also with one level: predictions use its links.
     rates = probe(channel, levels)
     if not depths:
         why = f"one domain, as no neighbours share a place that others lack; links: {rates[0]}"
         return Topology(levels=levels, rates=rates, why=why)
     kinds = " and ".join(KINDS[depth] for depth in depths)
-    merged, kept = merge(levels, rates)
+    merged, kept = merge_levels(levels, rates)
     measured = "links from the outside in: " + "; ".join(map(str, rates))
     why = f"by {kinds}; {measured}"
     if merged != levels:
@@ -249,7 +249,7 @@ def _measured(channel: Channel, ranks: int, place: Place) -> Topology:
     return Topology(levels=merged, rates=kept, why=why)
 
 
-def merge(levels: Levels, rates: Sequence[LinkRate]) -> tuple[Levels, tuple[LinkRate, ...]]:
+def merge_levels(levels: Levels, rates: Sequence[LinkRate]) -> tuple[Levels, tuple[LinkRate, ...]]:
     """Merge each level with the one around it unless its links are `APART` times as fast.
 
     A merged level is as fast as the slower of both.
@@ -265,11 +265,13 @@ def merge(levels: Levels, rates: Sequence[LinkRate]) -> tuple[Levels, tuple[Link
     return Levels(tuple(sizes)), tuple(kept)
 
 
-def neighbours(levels: Levels, rank: int, level: int, *, alone: bool) -> tuple[int, int] | None:
-    """Whom a rank sends to and receives from when a level's links are probed; `None` when nobody.
+def probe_neighbours(
+    levels: Levels, rank: int, level: int, *, alone: bool
+) -> tuple[int, int] | None:
+    """Return whom a rank sends to and receives from in the probe of a level; `None` if nobody.
 
-    Each goes round the ranks that differ at this level only. With `alone`, rank 0 and the next one
-    have the links for themselves.
+    The ranks that differ at this level only form a ring. With `alone`, rank 0 and the next one have
+    the links for themselves.
     """
     peers = levels.peers(0, level)[:2] if alone else levels.peers(rank, level)
     if len(peers) == 1 or rank not in peers:
@@ -279,22 +281,22 @@ def neighbours(levels: Levels, rank: int, level: int, *, alone: bool) -> tuple[i
 
 
 def probe(channel: Channel, levels: Levels) -> tuple[LinkRate, ...]:
-    """Measure the links of each level, all ranks at once and one pair alone, one message each;
-    and how long the smallest messages take.
+    """Measure the links of each level: all ranks at once, one pair alone, the smallest messages.
 
     Returns:
-        The same on every rank.
+        The rates of the slowest rank at each level, the same on every rank.
     """
     rank, found = channel.rank, []
     for level in range(len(levels.sizes)):
         for alone, size in ((False, _WARM_BYTES), (False, PROBE_BYTES), (True, PROBE_BYTES)):
             gather(channel, torch.zeros(1), ranks=levels.ranks)  # all begin together
-            pair = neighbours(levels, rank, level, alone=alone)
+            pair = probe_neighbours(levels, rank, level, alone=alone)
             found.append(_rate(channel, pair, size, what=f"link probe of level {level}"))
-        pair = neighbours(levels, rank, level, alone=False)
+        pair = probe_neighbours(levels, rank, level, alone=False)
         small = (_rate(channel, pair, 1, what=f"hops of level {level}") for _ in range(_HOPS))
         found.append(max(small))
     everyone = gather(channel, torch.tensor(found, dtype=torch.float64), ranks=levels.ranks)
+    # A step waits for its slowest rank, and all ranks must plan with the same numbers.
     slowest = everyone.min(dim=0).values.reshape(-1, 4).tolist()
     return tuple(
         LinkRate(together=together, alone=alone, hop=1 / small)
@@ -303,8 +305,8 @@ def probe(channel: Channel, levels: Levels) -> tuple[LinkRate, ...]:
 
 
 def _rate(channel: Channel, pair: tuple[int, int] | None, size: int, *, what: str) -> float:
-    """Bytes per second of one message there and one from the other side; infinite for nobody's."""
-    if pair is None:
+    """Measure bytes per second of one message sent and one received; infinite without a pair."""
+    if pair is None:  # infinite, so that it is never the slowest
         return float("inf")
     sent, received = torch.zeros(2, size, dtype=torch.uint8)
     began = time.perf_counter()
@@ -313,7 +315,7 @@ def _rate(channel: Channel, pair: tuple[int, int] | None, size: int, *, what: st
 
 
 def gather(channel: Channel, mine: Tensor, *, ranks: int) -> Tensor:
-    """Every rank's vector, `[ranks, n]`, where `mine` has `n` entries, as on all ranks."""
+    """Return every rank's vector, `[ranks, n]`; `mine` has n entries on every rank."""
     everyone = mine.repeat(ranks, 1)
     others = [rank for rank in range(ranks) if rank != channel.rank]
     sends = [(rank, mine.view(torch.uint8)) for rank in others]

@@ -1,29 +1,27 @@
-"""One micro-batch of one group, as a rank sees it: layout, plans and saved attention results.
+"""Describe one micro-batch of one group, as a rank sees it, and keep what this process made of it.
 
-Layer: data. The object travels in the model's keyword arguments, under the key `longctx_batch`,
-from the collator to every attention layer. It pickles small: the layout goes along, plans are made
-again, and what ties it to a process (channel, saved tensors) stays behind.
+The batch object travels in the model's keyword arguments, under the key `longctx_batch`, from the
+collator to every attention layer. It pickles small: layout and options go along, the binding
+(channel, plans, saved tensors) stays in the process. Layer: data.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..planning.layouts.cost import CostTable, LayerKind
+from ..planning.layouts.cost import LayerKind
 from ..planning.layouts.layout import Halves, Layout
-from ..planning.layouts.levels import Levels
+from ..planning.layouts.levels import NeighbourLink
 from ..planning.planners import state_scan
-from ..planning.planners import state_scan as scans
+from ..planning.planners.options import PlanOptions, fingerprint
 from ..planning.planners.plan import Plan, make_plan
-from ..planning.predict.predict import Auto, Choice
-from ..planning.predict.predict import chosen as chosen_plan
-from ..planning.predict.scan_schedule import NeighbourLink, Scan, Sizes, chosen, longest_chain
+from ..planning.predict.predict import Choice, choose_plan
+from ..planning.predict.scan_schedule import Scan, Sizes, chosen, longest_chain
 from ..planning.program.program import Program
 
 KEY = "longctx_batch"
@@ -67,153 +65,170 @@ class SavedAttention:
             self.forwards[layer] -= 1
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
+class Binding:
+    """What ties one batch to this process; it is never pickled.
+
+    Args:
+        runtime (`Any`, *optional*): The process's channel and accounts: a `Runtime`.
+        turn (`Callable`, *optional*): Hands over to the other half of the batch, while a forward of
+            both runs.
+        saved (`SavedAttention`): Results that a recompute uses again.
+        choices (`dict[LayerKind, Choice]`): Which plan was chosen by prediction.
+        scans (`dict[Sizes, Scan]`): The schedule of each state scan that crosses ranks.
+        plans, programs: What was planned so far. It is freed with the batch.
+        layers (`dict`): What the attention hook made of plans, by layer spec.
+        positions (`tuple[Tensor | None, int]`): The `position_ids` that were compared with the
+            layout last, and their version then, so that a batch's layers compare them once.
+    """
+
+    runtime: Any = None
+    turn: Callable[[], None] | None = None
+    saved: SavedAttention = field(default_factory=SavedAttention)
+    choices: dict[LayerKind, Choice] = field(default_factory=dict)
+    scans: dict[Sizes, Scan] = field(default_factory=dict)
+    plans: dict[tuple[PlanOptions, LayerKind], Plan] = field(default_factory=dict)
+    programs: dict[Sizes | int, Program | None] = field(default_factory=dict)
+    layers: dict[Any, Any] = field(default_factory=dict)
+    positions: tuple[Tensor | None, int] = (None, -1)
+
+
+@dataclass(eq=False, slots=True)
 class LongCtxBatch:
     """What the attention layers of one rank must know of a micro-batch.
 
     Args:
-        layout (`Layout`): Where every token of the group's batch lies.
+        layout (`Layout`): Which rank holds which tokens of the group's batch.
         rank (`int`): This rank within the group.
-        tolerance (`float`, *optional*, defaults to 0.05): Allowed excess of a rank's attention
-            work.
+        options (`PlanOptions`, *optional*): What else plans depend on; the same on every rank.
         budget (`int`, *optional*, defaults to 0): Tokens the batch could hold; 0 when unknown.
-        filler (`int`, *optional*, defaults to 0): Tokens of filler documents (no targets).
-        contents (`int`, *optional*, defaults to 0): A number that stands for the documents, so that
-            ranks with other documents of the same lengths are found out.
-        stream (`int`, *optional*, defaults to 0): A number that stands for all rows of a stream
-            that were read up to this batch, so that groups with other rows are found out; 0 for a
-            data set with a length.
+        filler (`int`, *optional*, defaults to 0): Tokens of filler documents, without targets.
+        contents (`int`, *optional*, defaults to 0): A hash of the documents, which differs between
+            ranks that hold other documents of the same lengths.
+        stream (`int`, *optional*, defaults to 0): A hash of all rows of a stream that were read up
+            to this batch, which differs between groups with other rows; 0 for a data set with a
+            length.
         pieces (`np.ndarray`, *optional*): int64 `[documents, 3]`: row in the data set, start and
-            stop of each document of the layout; filler has none.
-        runtime (`Any`, *optional*): The process's channel and accounts; never pickled.
-        speeds (`tuple[float, ...]`, *optional*): Of each extra server that this process's channel
-            reaches, beside a rank's 1; never pickled, and set anew when a server comes or goes.
-        halves (`tuple[LongCtxBatch, ...]`, *optional*): Two batches that run in its place and take
-            turns; this rank's rows of the first lie before those of the second.
+            stop of each document of the layout, filler left out.
+        halves (`tuple[LongCtxBatch, ...]`, *optional*): Two batches that run in place of this one,
+            alternately; this rank's rows of the first come before those of the second.
         half (`int`, *optional*, defaults to 0): Which half of another batch this one is.
-        turn (`Callable`, *optional*): Hands over to the other half, while a forward of both runs;
-            never pickled.
-        overlap (`str`, *optional*, defaults to `none`): Of the plans: `none` or `heads`.
-        topology (`Levels`, *optional*): Nested domains of the ranks, for the plans.
-        ulysses_size (`int`, *optional*, defaults to 1): Of the plans.
-        costs (`CostTable`, *optional*): Balances seconds in place of score entries; never pickled,
-            and the same on every rank.
-        auto (`Auto`, *optional*): Under `charm`, chooses each plan by prediction; never pickled,
-            and the same on every rank.
-        choices (`dict[LayerKind, Choice]`): What it chose.
-        softmax (`str`, *optional*, defaults to `distca`): Who plans softmax layers under
-            `zeco_linear`.
-        scan (`str`, *optional*, defaults to `auto`): Schedule of the scans of recurrent layers.
-        link (`NeighbourLink`, *optional*): Between neighbours, as measured: scans go by it. Never pickled,
-            and the same on every rank.
-        scans (`dict[Sizes, Scan]`): What their layers took, by state.
-        prepared (`bool`): Whether it came through a model that keeps its recurrent layers'
-            documents apart; never pickled.
+        prepared (`bool`): Whether it came through a model that keeps the documents of its recurrent
+            layers apart; never pickled.
+        binding (`Binding`, *optional*): What ties it to this process; never pickled.
     """
 
     layout: Layout
     rank: int
-    tolerance: float = 0.05
+    options: PlanOptions = field(default_factory=PlanOptions)
     budget: int = 0
     filler: int = 0
     contents: int = 0
     stream: int = 0
     pieces: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
-    runtime: Any = None
-    speeds: tuple[float, ...] = ()
     halves: tuple["LongCtxBatch", ...] = ()
     half: int = 0
-    turn: Callable[[], None] | None = None
-    overlap: str = "none"
-    topology: Levels | None = None
-    ulysses_size: int = 1
-    costs: CostTable | None = None
-    auto: Auto | None = None
-    choices: dict[LayerKind, Choice] = field(default_factory=dict)
-    softmax: str = "distca"
-    scan: str = "auto"
-    link: NeighbourLink | None = None
-    scans: dict[Sizes, Scan] = field(default_factory=dict)
     prepared: bool = False
-    saved: SavedAttention = field(default_factory=SavedAttention)
-    _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
-    _programs: dict[Sizes | int, Program | None] = field(default_factory=dict)
+    binding: Binding = field(default_factory=Binding)
 
     def __getstate__(self) -> dict[str, Any]:
-        tied = (
-            "runtime", "speeds", "costs", "auto", "choices", "turn", "prepared", "saved", "link",
-            "scans", "_plans", "_programs",
-        )  # fmt: skip
-        return {name: value for name, value in vars(self).items() if name not in tied}
+        tied = ("binding", "prepared")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
     def parts(self) -> tuple["LongCtxBatch", ...]:
-        """What runs: the halves, tied to what this batch is tied to, or else the batch itself."""
-        for half in self.halves:
-            half.runtime, half.speeds, half.costs = self.runtime, self.speeds, self.costs
-            half.auto = self.auto
+        """The batches that run: the halves, or else the batch itself."""
         return self.halves or (self,)
 
+    def bind(self, runtime: Any = None, *, options: PlanOptions | None = None) -> None:
+        """Tie the batch and its halves to this process.
+
+        Args:
+            runtime (`Runtime`, *optional*): The process's channel and accounts; kept as it is
+                without.
+            options (`PlanOptions`, *optional*): What plans depend on from now on, as when a server
+                comes or goes; kept as they are without.
+        """
+        for batch in (self, *self.halves):
+            batch.binding.runtime = runtime or batch.binding.runtime
+            batch.options = options or batch.options
+            batch.binding.layers.clear()  # they hold the runtime and plans of before
+
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
-        """The plan for layers of one kind; made on first use, the same on every rank."""
-        if algorithm == "charm" and self.auto is not None:
-            return self._choose(kind, self.auto).plan
-        key = algorithm, kind, self.speeds, self.costs
-        if key not in self._plans:
-            self._plans[key] = make_plan(
-                algorithm, self.layout, kind=kind, tolerance=self.tolerance, speeds=self.speeds,
-                overlap=self.overlap, costs=self.costs, topology=self.topology,
-                ulysses_size=self.ulysses_size,
-            )  # fmt: skip
-        return self._plans[key]
+        """The plan for layers of one kind; made on first use, the same on every rank.
+
+        Args:
+            algorithm (`str`): Planner of the layers that ask, which have the last word: a loop of
+                the user's own may leave the options at their defaults.
+            kind (`LayerKind`): The layers.
+        """
+        options = self.options
+        if algorithm != options.algorithm:
+            options = replace(options, algorithm=algorithm)
+        if options.auto is not None and algorithm == "charm":
+            choices = self.binding.choices
+            if kind not in choices:
+                choices[kind] = choose_plan(self.layout, kind=kind, options=options)
+            return choices[kind].plan
+        plans = self.binding.plans
+        if (options, kind) not in plans:
+            plans[options, kind] = make_plan(self.layout, kind=kind, options=options)
+        return plans[options, kind]
 
     def scan_program(self, sizes: Sizes) -> Program | None:
         """This rank's scan of states; `None` where no document of its own lies on other ranks."""
-        if sizes not in self._programs:
-            ranks = longest_chain(self.layout)
-            link = self.link or NeighbourLink()
-            took = chosen(sizes, ranks=ranks, link=link, flag=self.scan)
+        programs = self.binding.programs
+        if sizes not in programs:
+            ranks, measured = longest_chain(self.layout), self.options.link
+            link = measured or NeighbourLink()
+            schedule = chosen(sizes, ranks=ranks, link=link, flag=self.options.scan)
             if ranks > 1:
-                measured = self.link is not None
-                self.scans[sizes] = Scan(
-                    sizes=sizes, ranks=ranks, schedule=took, link=link, measured=measured
+                self.binding.scans[sizes] = Scan(
+                    sizes=sizes,
+                    ranks=ranks,
+                    schedule=schedule,
+                    link=link,
+                    measured=measured is not None,
                 )
-            self._programs[sizes] = scans.scan_program(
+            programs[sizes] = state_scan.scan_program(
                 self.layout,
                 rank=self.rank,
                 state=sizes.state,
-                schedule=took.name,
-                pieces=took.pieces,
+                schedule=schedule.name,
+                pieces=schedule.pieces,
             )
-        return self._programs[sizes]
+        return programs[sizes]
 
     def halo_program(self, width: int) -> Program | None:
         """This rank's exchange of the `width` rows before its first; `None` where there is none."""
-        if width not in self._programs:
-            self._programs[width] = state_scan.halo_program(
-                self.layout, rank=self.rank, width=width
-            )
-        return self._programs[width]
+        programs = self.binding.programs
+        if width not in programs:
+            programs[width] = state_scan.halo_program(self.layout, rank=self.rank, width=width)
+        return programs[width]
 
-    def _choose(self, kind: LayerKind, auto: Auto) -> Choice:
-        if kind not in self.choices:
-            levels = self.topology or Levels((self.layout.ranks,))
-            self.choices[kind] = chosen_plan(
-                self.layout, auto, kind=kind, levels=levels, ulysses_size=self.ulysses_size
-            )
-        return self.choices[kind]
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Stable hashes of what plans follow from, by what it is; the same on all ranks."""
+        layouts = [part.layout for part in self.parts]
+        columns = [c.astype("<i4").tobytes() for x in layouts for c in (x.lengths, x.columns)]
+        return self.options.fingerprints | {
+            "the documents": self.contents,
+            "the layout of the documents": fingerprint(*columns),
+        }
 
     def digest(self, algorithm: str, kinds: Iterable[LayerKind]) -> int:
-        """One non-negative int64 that stands for the documents, for the link that scans go by and
-        for the plans of layer kinds; of a model without softmax layers, for the layout."""
+        """A stable hash of the plans, a non-negative int64.
+
+        Args:
+            algorithm (`str`): Planner of the softmax layers.
+            kinds (`Iterable[LayerKind]`): The kinds of the softmax layers, maybe none.
+        """
         kinds = [*kinds] or [LayerKind()]
         plans = [part.plan(algorithm, kind).digest for kind in kinds for part in self.parts]
-        numbers = np.asarray([self.contents, *sorted(plans)], "<i8")  # kinds may be a set
-        text = numbers.tobytes() + np.asarray(self.link or (), "<f8").tobytes()
-        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
+        return fingerprint(np.sort(plans).tobytes())  # sorted, as kinds may be a set
 
     def places(self) -> np.ndarray:
         """int64 `[rows, 2]`: row in the data set and position there of each row of this rank; -1
@@ -227,9 +242,7 @@ class LongCtxBatch:
         return places
 
 
-def halved(halves: Halves, rank: int, *, tolerance: float) -> tuple[LongCtxBatch, LongCtxBatch]:
-    """The batch objects of a batch's halves, as `rank` sees them."""
-    first, second = (
-        LongCtxBatch(part, rank, tolerance=tolerance, half=i) for i, part in enumerate(halves.parts)
-    )
-    return first, second
+def halved(halves: Halves, rank: int, *, options: PlanOptions) -> tuple[LongCtxBatch, ...]:
+    """The batch objects of a batch's two halves, as `rank` sees them."""
+    parts = enumerate(halves.parts)
+    return tuple(LongCtxBatch(part, rank, options=options, half=half) for half, part in parts)

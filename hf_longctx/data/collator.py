@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..planning.layouts.layout import cut, halve
-from ..planning.layouts.levels import Levels
+from ..planning.planners.options import PlanOptions
 from .batch import KEY, LongCtxBatch, halved
 from .documents import IGNORE, piece_targets
 from .packing import Pack, Piece
@@ -49,25 +49,18 @@ class LongCtxCollator:
     Args:
         rank (`int`): This rank within its group.
         ranks (`int`): Ranks of the group.
-        layout (`str`): How documents are cut over the ranks; see `plan.layout.cut`.
-        tolerance (`float`): Passed to the plan.
+        options (`PlanOptions`): What plans depend on, and the name of the layout; see
+            `layouts.layout.cut`.
         budget (`int`): Tokens a batch can hold, for the fill.
         halves (`bool`, *optional*, defaults to `False`): Make two halves of each batch that can be
             split; see `plan.halves.halve`.
-        overlap (`str`, *optional*, defaults to `none`): Passed to the plan.
-        topology (`Levels`, *optional*): Nested domains of the ranks, for layout and plan.
-        ulysses_size (`int`, *optional*, defaults to 1): Passed to the plan.
     """
 
     rank: int
     ranks: int
-    layout: str
-    tolerance: float
+    options: PlanOptions
     budget: int
     halves: bool = False
-    overlap: str = "none"
-    topology: Levels | None = None
-    ulysses_size: int = 1
 
     def __call__(self, items: Sequence[_Item]) -> dict[str, Any]:
         """Inputs of one rank: `input_ids`, `labels`, `shift_labels`, `position_ids`, each int64
@@ -80,11 +73,12 @@ class LongCtxCollator:
         filler = max(0, self.ranks - sum(lengths))
         if filler:
             lengths.append(filler)
-        halves = self.halves and halve(lengths, ranks=self.ranks, layout=self.layout)
+        name, levels = self.options.layout, self.options.topology
+        halves = self.halves and halve(lengths, ranks=self.ranks, layout=name)
         if halves:
             layout = halves.whole
         else:
-            layout = cut(lengths, ranks=self.ranks, layout=self.layout, levels=self.topology)
+            layout = cut(lengths, ranks=self.ranks, layout=name, levels=levels)
         columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": [], "shift_labels": []}
         segments = layout.of_rank(self.rank)
         held = {
@@ -102,7 +96,7 @@ class LongCtxCollator:
         inputs[KEY] = LongCtxBatch(
             layout,
             self.rank,
-            tolerance=self.tolerance,
+            self.options,
             budget=self.budget,
             filler=filler,
             contents=crc32(
@@ -111,10 +105,7 @@ class LongCtxCollator:
             ),
             stream=getattr(documents, "stream", 0),
             pieces=pieces,
-            halves=halved(halves, self.rank, tolerance=self.tolerance) if halves else (),
-            overlap=self.overlap,
-            topology=self.topology,
-            ulysses_size=self.ulysses_size,
+            halves=halved(halves, self.rank, options=self.options) if halves else (),
         )
         return inputs
 

@@ -173,6 +173,25 @@ def checksum(document: Mapping[str, np.ndarray]) -> int:
     return number
 
 
+def restarts(position_ids: Any, *, real: Any = None, backwards_only: bool = False) -> Any:
+    """Find where `position_ids` restart: bool `[..., T - 1]`, true at i if token i + 1 does.
+
+    A restart is any step that is not +1: positions of a document need not begin at 0, and a
+    document of one token is followed by a step of 0 or back.
+
+    Args:
+        position_ids (`Tensor` or `np.ndarray`): Integers `[..., T]`.
+        real (*optional*): Bool `[..., T]`, false for padding. Steps to and from padding, whose
+            positions mean nothing, are then no restarts.
+        backwards_only (`bool`, *optional*, defaults to `False`): Only a step back is a restart. For
+            the time axis of multimodal positions, on which the tokens of an image share one step
+            and the next text token may skip several.
+    """
+    steps = position_ids[..., 1:] - position_ids[..., :-1]
+    found = steps < 0 if backwards_only else steps != 1
+    return found if real is None else found & real[..., 1:] & real[..., :-1]
+
+
 def sizes(row: Mapping[str, np.ndarray], *, where: str) -> np.ndarray:
     """Tokens of each document in a row, `[documents]` int64.
 
@@ -193,8 +212,8 @@ def sizes(row: Mapping[str, np.ndarray], *, where: str) -> np.ndarray:
                 "again, or drop the column and give one document per row"
             )
         found.append(lengths)
-    if "position_ids" in row:  # a boundary is a step that is not +1: no position needs to be 0
-        breaks = np.flatnonzero(np.diff(row["position_ids"]) != 1) + 1
+    if "position_ids" in row:
+        breaks = np.flatnonzero(restarts(row["position_ids"])) + 1
         found.append(np.diff(breaks, prepend=0, append=tokens))
     if len(found) == 2 and not np.array_equal(found[0], found[1]):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Math on one process: the naive reference, the fast kernels and the merge of partials."""
+"""Compute on one process: naive references, fast kernels, and the merge of partials."""

@@ -1,16 +1,16 @@
-"""A run of tokens -> the affine map `S -> M S + E` it applies to the state.
+"""Cut segments into chunks, and carry the state of a recurrence from chunk to chunk.
 
-Layer: kernels. Letters: H heads, N rows of the state, V its columns.
+A recurrence over a run of tokens is an affine map of the state that enters, `S -> M S + E`. Within
+a chunk it is computed by matrix products; between chunks a loop carries the state, batched over
+segments and heads. Gradients of the loops are written out by hand: autograd would keep several
+states of every step, this keeps one.
 
-Segments laid end to end -> a grid of chunks, and rows moved into it and back. Letters: T tokens, H heads, K heads of queries and keys, C tokens of a chunk, n
-chunks of a block of heads, X any columns. A chunk belongs to one head of one segment and starts
-where that starts; the rest of a segment's last chunk is padded. The first chunks of all segments
-stand first, then all second ones, and so on, longest segment first: the chunks that a recurrence
-treats in one step, and the states it carries over from the step before, are slices.
-
-Per chunk what it writes and how it decays -> the state that enters each chunk. Letters: n chunks, h heads, C tokens of a chunk, N rows of the state, V its columns.
-The loops run over the steps of the grid, batched over segments and heads. Gradients are written out
-by hand: autograd would keep several states of every step, this keeps one.
+A chunk belongs to one head of one segment and begins where the segment begins; the rest of a
+segment's last chunk is padding. The grid holds the first chunks of all segments, then all second
+ones, and so on, longest segment first: the chunks that the loop treats in one step, and the states
+that it carries over from the step before, are then slices.
+Layer: kernels. Letters: T tokens, H heads, h heads of a block, K heads of queries and keys, N rows
+of the state, V its columns, C tokens of a chunk, n chunks of a block, X any columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run of tokens does to the state that enters it.
+    """What a run of tokens does to the state that enters it: `S -> M S + E`.
 
     Args:
         state (`Tensor`): `[H, N, V]`, E: the state that leaves the run if zeros entered.
@@ -37,24 +37,25 @@ class Summary:
 
 
 def apply(summary: Summary, state: Tensor) -> Tensor:
-    """The state `[H, N, V]` that leaves the run if `state` entered: `M S + E`."""
+    """Return the state `[H, N, V]` that leaves the run if `state` entered."""
     return decayed(summary.decay, state) + summary.state
 
 
 def decayed(decay: Tensor, state: Tensor) -> Tensor:
-    """`M S`; where N is 1, a matrix and a diagonal are the same."""
+    """Return `M S`."""
+    # If N is 1, a matrix and a diagonal are the same.
     return decay @ state if decay.shape[-1] > 1 else decay * state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """Where the rows of some segments stand in a grid of chunks.
+class ChunkGrid:
+    """Where the rows of some segments are in a grid of chunks.
 
     Args:
         heads (`int`): H.
-        split (`bool`): Each head is a block; else all are one.
+        split (`bool`): Each head is a block; else all heads are one.
         widths (`tuple[int, ...]`): The chunks of each step, never more than in the step before.
-        first (`slice`): The chunks in which the first segment starts, one of each of the block's
+        first (`slice`): The chunks in which the first segment begins, one of each of the block's
             heads; empty if the segment is.
         token, head (`Tensor`): `[chunks of a head, H, C]`, of each place; both 0 for padding.
         place (`Tensor`): Of each of the `T * H` rows.
@@ -71,28 +72,29 @@ class Grid:
     padding: Tensor
 
     def steps(self) -> Iterator[tuple[slice, slice, slice]]:
-        """For each step its chunks, those of them that go on, and what continues those."""
+        """Yield for each step its chunks, those of them that go on, and what continues those."""
         start = 0
         for width, following in zip(self.widths, (*self.widths[1:], 0), strict=False):
             stop = start + width
+            # The longest segments come first, so those that go on are the first of the step.
             yield slice(start, stop), slice(start, start + following), slice(stop, stop + following)
             start = stop
 
-    def lay(self, rows_TKX: Tensor) -> tuple[Tensor, ...]:
-        """Rows into the grid, `[n, C, X]` of each block; padding is zero.
+    def to_chunks(self, rows_TKX: Tensor) -> tuple[Tensor, ...]:
+        """Move rows into the grid, `[n, C, X]` of each block; padding is zero.
 
-        Rows of fewer heads than H serve consecutive ones.
+        Rows of fewer heads than H serve consecutive heads.
         """
-        laid = _Lay.apply(rows_TKX, self)
+        laid = _ToChunks.apply(rows_TKX, self)
         return laid.unbind(1) if self.split else (laid.flatten(0, 1),)
 
-    def pick(self, blocks: list[Tensor]) -> Tensor:
-        """What stands in the blocks of the grid back into rows: `[T, H, X]`."""
+    def to_rows(self, blocks: list[Tensor]) -> Tensor:
+        """Move the blocks of the grid back into rows: `[T, H, X]`."""
         laid = torch.stack(blocks, 1) if self.split else blocks[0]
-        return _Pick.apply(laid.reshape(-1, laid.shape[-1]), self)
+        return _ToRows.apply(laid.reshape(-1, laid.shape[-1]), self)
 
-    def filled(self, rows_TKX: Tensor) -> Tensor:
-        """`lay` without gradient, `[chunks of a head, H, C, X]`."""
+    def gather_chunks(self, rows_TKX: Tensor) -> Tensor:
+        """Compute `to_chunks` without gradient, `[chunks of a head, H, C, X]`."""
         shape = *self.token.shape, rows_TKX.shape[2]
         if not len(self.place):  # nothing but padding
             return rows_TKX.new_zeros(shape)
@@ -101,12 +103,12 @@ class Grid:
         laid = rows_TKX.flatten(0, 1).index_select(0, taken.flatten())
         return (laid.index_fill_(0, self.padding, 0) if len(self.padding) else laid).view(shape)
 
-    def emptied(self, laid: Tensor) -> Tensor:
-        """`pick` without gradient, of `[places, X]`."""
+    def gather_rows(self, laid: Tensor) -> Tensor:
+        """Compute `to_rows` without gradient, from `[places, X]`."""
         return laid.index_select(0, self.place).unflatten(0, (-1, self.heads))
 
 
-def grid(
+def chunk_grid(
     lengths: Sequence[int],
     *,
     chunk: int,
@@ -114,8 +116,8 @@ def grid(
     split: bool = False,
     closed: bool = False,
     device: torch.device | str = "cpu",
-) -> Grid:
-    """The grid of segments of these lengths, in row order; empty ones have no chunk.
+) -> ChunkGrid:
+    """Lay segments of these lengths, in row order, into a grid; empty ones have no chunk.
 
     Args:
         lengths (`Sequence[int]`): Rows of each segment.
@@ -123,12 +125,12 @@ def grid(
         heads (`int`, *optional*, defaults to 1): H.
         split (`bool`, *optional*, defaults to `False`): Each head is a block of its own.
         closed (`bool`, *optional*, defaults to `False`): Each segment gets one more chunk, an empty
-            one: what enters that is what leaves the segment.
+            one: what enters that chunk is what leaves the segment.
         device (*optional*): Of the rows.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     counts = -(-tokens // chunk) + closed
-    order = np.argsort(-counts, kind="stable")
+    order = np.argsort(-counts, kind="stable")  # the longest first
     step, rank = np.nonzero(np.arange(counts.max(initial=0))[:, None] < counts[order])
     segment = order[rank]
     shape = len(step), heads, chunk
@@ -143,7 +145,7 @@ def grid(
     columns = {"token": token, "head": head, "place": place, "padding": np.flatnonzero(~real)}
     together = 1 if split else heads  # heads of a block
     first = int(np.flatnonzero(order == 0)[0]) if len(tokens) and counts[0] else -1
-    return Grid(
+    return ChunkGrid(
         heads=heads,
         split=split,
         widths=tuple((np.bincount(step) * together).tolist()),
@@ -152,44 +154,47 @@ def grid(
     )
 
 
-class _Lay(torch.autograd.Function):
-    """Each way's gradient is the other way: two gathers, where that of an index would scatter."""
+class _ToChunks(torch.autograd.Function):
+    """Move rows into the grid."""
 
+    # Each way's gradient is the other way: two gathers. That of an index would scatter, slowly.
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, grid: Grid) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, grid: ChunkGrid) -> Tensor:
         ctx.grid, ctx.keys = grid, rows.shape[1]
-        return grid.filled(rows)
+        return grid.gather_chunks(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        rows = ctx.grid.emptied(grad.flatten(0, 2))
+        rows = ctx.grid.gather_rows(grad.flatten(0, 2))
         alike = rows.shape[1] == ctx.keys
         return (rows if alike else rows.unflatten(1, (ctx.keys, -1)).sum(2)), None
 
 
-class _Pick(torch.autograd.Function):
+class _ToRows(torch.autograd.Function):
+    """Move the grid back into rows."""
+
     @staticmethod
-    def forward(ctx: Any, laid: Tensor, grid: Grid) -> Tensor:
+    def forward(ctx: Any, laid: Tensor, grid: ChunkGrid) -> Tensor:
         ctx.grid = grid
-        return grid.emptied(laid)
+        return grid.gather_rows(laid)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.grid.filled(grad).flatten(0, 2), None
+        return ctx.grid.gather_chunks(grad).flatten(0, 2), None
 
 
-class Carried(torch.autograd.Function):
-    """Without the delta rule: chunk i turns S into `decay_i * S + write_i`.
+class DecayStates(torch.autograd.Function):
+    """Carry states without the delta rule: chunk i turns S into `decay_i * S + write_i`.
 
-    `Carried.apply(write [n, N, V], decay [n, N or 1, 1], entering [h, N, V] or None, grid)`
-    gives the states that enter the chunks, `[n, N, V]`.
+    `DecayStates.apply(write [n, N, V], decay [n, N or 1, 1], entering [h, N, V] or None, grid)`
+    returns the states that enter the chunks, `[n, N, V]`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, write: Tensor, decay: Tensor, entering: Tensor | None, grid: Grid
+        ctx: Any, write: Tensor, decay: Tensor, entering: Tensor | None, grid: ChunkGrid
     ) -> Tensor:
-        states = carry(write, decay, entered(torch.empty_like(write), entering, grid), grid)
+        states = carry(write, decay, fill_first(torch.empty_like(write), entering, grid), grid)
         ctx.save_for_backward(states, decay)
         ctx.grid, ctx.entering = grid, None if entering is None else entering.shape
         return states
@@ -203,11 +208,11 @@ class Carried(torch.autograd.Function):
         return d_write, d_decay, entering_grad(total, ctx.grid, ctx.entering), None
 
 
-class Corrected(torch.autograd.Function):
-    """With the delta rule: chunk i turns S into `decay_i * S + keys_i^T (new_i - reads_i S)`.
+class DeltaRuleStates(torch.autograd.Function):
+    """Carry states under the delta rule: `decay_i * S + keys_i^T (new_i - reads_i S)`.
 
-    `Corrected.apply(new [n, C, V], reads [n, C, N], keys [n, C, N], decay, entering,
-    grid)` gives the states that enter the chunks and the corrected values `new_i - reads_i S_i`.
+    `DeltaRuleStates.apply(new [n, C, V], reads [n, C, N], keys [n, C, N], decay, entering, grid)`
+    returns the states that enter the chunks and the corrected values `new_i - reads_i S_i`.
     """
 
     @staticmethod
@@ -218,10 +223,10 @@ class Corrected(torch.autograd.Function):
         keys: Tensor,
         decay: Tensor,
         entering: Tensor | None,
-        grid: Grid,
+        grid: ChunkGrid,
     ) -> tuple[Tensor, Tensor]:
         shape = len(new), keys.shape[-1], new.shape[-1]
-        states = entered(new.new_empty(shape), entering, grid)
+        states = fill_first(new.new_empty(shape), entering, grid)
         corrected = torch.empty_like(new)
         for now, kept, later in grid.steps():
             torch.baddbmm(new[now], reads[now], states[now], alpha=-1, out=corrected[now])
@@ -239,6 +244,7 @@ class Corrected(torch.autograd.Function):
         d_reads, d_keys = torch.empty_like(reads), torch.zeros_like(keys)
         d_decay = torch.zeros_like(decay)
         for now, kept, later in reversed(list(ctx.grid.steps())):
+            # First what comes by the state that leaves a chunk, then what the chunk read itself.
             d_new[kept].baddbmm_(keys[kept], total[later])
             torch.bmm(corrected[kept], total[later].mT, out=d_keys[kept])
             d_decay[kept] = (states[kept] * total[later]).sum_to_size(decay[kept].shape)
@@ -250,16 +256,25 @@ class Corrected(torch.autograd.Function):
         return d_new, d_reads, d_keys, d_decay, d_entering, None
 
 
-def carry(write: Tensor, decay: Tensor, states: Tensor, grid: Grid) -> Tensor:
-    """Fill `states`, what enters each chunk `[n, ...]`, from those that enter the first step's."""
+def carry(write: Tensor, decay: Tensor, states: Tensor, grid: ChunkGrid) -> Tensor:
+    """Fill `states [n, ...]`, what enters each chunk, from what enters the first step's chunks."""
     for _, kept, later in grid.steps():
         torch.addcmul(write[kept], states[kept], decay[kept], out=states[later])
     return states
 
 
-def carry_back(total: Tensor, decay: Tensor, grid: Grid) -> Tensor:
-    """Add to `total`, the gradient of what enters each chunk, the part that comes by what leaves
-    it; the gradient of what leaves it is returned, zero where nothing continues the chunk."""
+def carry_back(total: Tensor, decay: Tensor, grid: ChunkGrid) -> Tensor:
+    """Carry gradients of states back through the loop of `carry`.
+
+    Args:
+        total (`Tensor`): The gradient of what enters each chunk; the part that comes by what leaves
+            the chunk is added to it.
+        decay (`Tensor`): As in `carry`.
+        grid (`ChunkGrid`): As in `carry`.
+
+    Returns:
+        The gradient of what leaves each chunk, zero if nothing continues it.
+    """
     leaving = torch.zeros_like(total)
     for _, kept, later in reversed(list(grid.steps())):
         leaving[kept] = total[later]
@@ -267,17 +282,22 @@ def carry_back(total: Tensor, decay: Tensor, grid: Grid) -> Tensor:
     return leaving
 
 
-def entered(states: Tensor, entering: Tensor | None, grid: Grid) -> Tensor:
-    """`states [n, ...]`, empty until now, with those that enter the first step's chunks."""
+def fill_first(states: Tensor, entering: Tensor | None, grid: ChunkGrid) -> Tensor:
+    """Fill in, of uninitialised `states [n, ...]`, what enters the chunks of the first step."""
     states[: grid.widths[0] if grid.widths else 0] = 0
     if entering is not None and grid.first.stop:
         states[grid.first] = entering
     return states
 
 
-def entering_grad(total: Tensor, grid: Grid, shape: torch.Size | None) -> Tensor | None:
-    """The gradient of the state that entered the first segment, of a given shape if any did; zeros
-    if that segment is empty."""
-    if shape is None:
+def entering_grad(total: Tensor, grid: ChunkGrid, shape: torch.Size | None) -> Tensor | None:
+    """Return the gradient of the state that entered the first segment.
+
+    Args:
+        total (`Tensor`): The gradient of what enters each chunk.
+        grid (`ChunkGrid`): Of the chunks.
+        shape (`torch.Size`, *optional*): Of that state; `None` if there was none.
+    """
+    if shape is None:  # autograd wants None for an argument that was None
         return None
-    return total[grid.first] if grid.first.stop else total.new_zeros(shape)
+    return total[grid.first] if grid.first.stop else total.new_zeros(shape)  # the segment is empty

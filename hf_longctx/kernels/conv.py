@@ -1,4 +1,4 @@
-"""Rows of packed documents -> their short causal convolution, one filter per channel.
+"""Convolve rows of packed documents with one short causal filter per channel.
 
 Layer: kernels. Letters: T tokens, C channels, W taps.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_BLOCK = 2**17  # numbers of a block of rows
+_BLOCK = 2**17  # numbers in a block of rows: small enough to stay in the cache between taps
 
 
 def causal_conv(
@@ -20,17 +20,17 @@ def causal_conv(
     lengths: Sequence[int],
     halo: Tensor | None = None,
 ) -> Tensor:
-    """Each token's own row and the `W - 1` before it in its segment, weighted: `[T, C]`.
+    """Weight each token's own row and the `W - 1` before it in its segment: `[T, C]`.
 
-    Sums are float32 or wider; the result has x's dtype. An activation is the caller's to apply.
+    Sums are float32 or wider; the result has x's dtype. The caller applies any activation.
 
     Args:
         x_TC (`Tensor`): The convolution's inputs.
         weight_CW (`Tensor`): Taps of each channel, the token's own last.
         bias (`Tensor`, *optional*): `[C]`.
         lengths (`Sequence[int]`): Tokens of each segment, in order; they sum to T.
-        halo (`Tensor`, *optional*): `[W - 1, C]`, the inputs before the first segment, zeros where
-            its document has none (unused if that segment is empty); `None` for zeros.
+        halo (`Tensor`, *optional*): `[W - 1, C]`, the inputs before the first segment, zero where
+            its document has none (not used if that segment is empty); `None` for zeros.
     """
     wide = torch.promote_types(x_TC.dtype, torch.float32)
     if halo is None:
@@ -41,7 +41,7 @@ def causal_conv(
 
 
 class _Term(NamedTuple):
-    """Rows of the output that earlier rows of the input, or the halo's, are added to."""
+    """Rows of the output, and the earlier rows of the input, or of the halo, added to them."""
 
     halo: bool
     to: slice
@@ -50,7 +50,7 @@ class _Term(NamedTuple):
 
 
 def _terms(lengths: Sequence[int], taps: int, block: int) -> Iterator[_Term]:
-    """All but each row's own; block by block of rows, so that these stay in the cache."""
+    """Yield all terms but each row's own, block by block of rows."""
     start = 0
     for i, length in enumerate(lengths):
         stop = start + length
@@ -68,7 +68,9 @@ def _terms(lengths: Sequence[int], taps: int, block: int) -> Iterator[_Term]:
 
 
 class _Conv(torch.autograd.Function):
-    """`x [T, C]`, `halo [W - 1, C]`, `weight [W, C]`, lengths -> `[T, C]`."""
+    """Convolve `x [T, C]` after `halo [W - 1, C]` with `weight [W, C]`: `[T, C]`."""
+
+    # Written out by hand: autograd would keep a copy of the rows for each tap.
 
     @staticmethod
     def forward(
@@ -77,6 +79,7 @@ class _Conv(torch.autograd.Function):
         weight = weight.contiguous()
         ctx.save_for_backward(x, halo, weight)
         ctx.given = lengths, len(weight), max(1, _BLOCK // x.shape[1])
+        # The last tap is the token's own; earlier rows are added tap by tap.
         out = x * weight[-1]
         for term in _terms(*ctx.given):
             rows = (halo if term.halo else x)[term.rows]

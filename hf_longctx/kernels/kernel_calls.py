@@ -1,16 +1,14 @@
-"""Runs of rows of one array -> a batch for a kernel, and its results back into the array.
+"""Turn attention tasks into kernel calls: rectangles without masks if possible, batched if short.
 
-Layer: kernels. Letters: n runs, L rows of the longest run.
-
-Attention tasks -> kernel calls: rectangles without masks where possible, batched where short. A task is a run of query rows with a run of keys of the same document. Its causal
-(and window) mask is cut into full rectangles, causal squares (whose top-left alignment is right)
-and, under a window, bands with a small dense mask; a bidirectional task is one full rectangle, or
-bands. Short squares of similar length share one call:
-padding at the end of a causal square is never seen by its real rows.
+A task is a run of query rows with a run of keys of the same document. Its causal (and window) mask
+is cut into *tiles*, rectangles of scores that a kernel takes: full ones, causal squares and, under
+a window, bands with a small dense mask. A bidirectional task is one full tile, or bands. Short
+squares of similar length share one call.
+Layer: kernels. Letters: n tiles of one call, L rows of the longest.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,9 +20,6 @@ from torch import Tensor
 class RowRuns:
     """n runs of rows of an array: read as `[n, heads, L, ...]`, written or added back unpadded.
 
-    Runs of one length that lie end to end are views; others are gathered, and rows past a run's end
-    repeat its last row.
-
     Args:
         starts (`np.ndarray`): int64 `[n]`, the first row of each run.
         lens (`np.ndarray`): int64 `[n]`, its rows, at least 1.
@@ -34,17 +29,20 @@ class RowRuns:
         self.starts, self.lens = starts, lens
         self.n, self.longest, self.first = len(starts), int(lens.max()), int(starts[0])
         self.even = bool((lens == self.longest).all())
+        # Runs of one length that lie end to end are a view of the array; others are gathered.
         self.view = self.even and bool((np.diff(starts) == self.longest).all())
 
     @cached_property
     def _padded(self) -> Tensor:
-        """int64 `[n * L]`: which row of the array stands where in the batch."""
+        """int64 `[n * L]`: which row of the array is read at each place of the batch."""
+        # Past a run's end its last row repeats: padding holds numbers of a real row, so that
+        # exp(score - lse) stays finite there.
         offset = np.minimum(np.arange(self.longest), self.lens[:, None] - 1)
         return torch.from_numpy((self.starts[:, None] + offset).ravel())
 
     @cached_property
     def _real(self) -> Tensor:
-        """bool `[n * L]`: rows of the batch that are no padding."""
+        """bool `[n * L]`: places of the batch that are no padding."""
         return torch.from_numpy((np.arange(self.longest) < self.lens[:, None]).ravel())
 
     @cached_property
@@ -56,19 +54,19 @@ class RowRuns:
         return array[self.first : self.first + self.n * self.longest]
 
     def read(self, array: Tensor) -> Tensor:
-        """`[n, heads, L, ...]`; rows past a run's end repeat its last row."""
+        """Read `[n, heads, L, ...]`; rows past a run's end repeat its last row."""
         rows = self._of(array) if self.view else array.index_select(0, self._padded)
         return rows.unflatten(0, (self.n, self.longest)).transpose(1, 2)
 
     def read_zero_padded(self, array: Tensor) -> Tensor:
-        """As `read`, with zeros past a run's end."""
+        """Read `[n, heads, L, ...]`, with zeros past a run's end."""
         read = self.read(array)
         if self.even:
             return read
         return read * self._real.view(self.n, 1, self.longest, 1)
 
     def write(self, array: Tensor, values: Tensor) -> None:
-        """Store `[n, heads, L, ...]` in the array's rows, without the padding."""
+        """Write `[n, heads, L, ...]` into the array's rows, without the padding."""
         rows = values.transpose(1, 2).flatten(0, 1)
         if self.view:
             self._of(array).copy_(rows)
@@ -77,20 +75,18 @@ class RowRuns:
             array.index_copy_(0, target, rows.index_select(0, inside).to(array.dtype))
 
     def add(self, array: Tensor, values: Tensor) -> None:
-        """Add `[n, heads, L, ...]`, zero past a run's end, to the array's rows.
-
-        A row may stand in several runs.
-        """
+        """Add `[n, heads, L, ...]`, which must be zero past a run's end, to the array's rows."""
         rows = values.transpose(1, 2).flatten(0, 1)
         if self.view:
             self._of(array).add_(rows)
         else:
+            # index_add_, as a row may be in several runs: keys that several tiles see.
             array.index_add_(0, self._padded, rows.to(array.dtype))
 
 
 FULL, CAUSAL, BAND = "full", "causal", "band"
 _SQUARE = 256  # rows of a causal square in a backward, at most
-_BATCHED_ROWS = 32  # gathering longer pieces costs more than calls of their own
+_BATCHED_ROWS = 32  # gathering longer tiles costs more than calls of their own
 _BATCHED_KEYS = 65_536  # rows of gathered keys in one call, at most
 _PADDING = 1.125  # longest over shortest square of a batch
 
@@ -99,7 +95,7 @@ class Tile(NamedTuple):
     """Rows `[q, q + q_len)` against keys `[k, k + k_len)`, from the task's first row and key on.
 
     `shift` (bands only) is the position of the first row minus that of the first key. `merges` says
-    that an earlier piece of the task has written these rows.
+    that an earlier tile of the task has written these rows.
     """
 
     mask: str
@@ -114,7 +110,7 @@ class Tile(NamedTuple):
 def tiles(
     q_pos: int, q_len: int, k_pos: int, k_len: int, *, window: int, causal: bool = True
 ) -> list[Tile]:
-    """Cut one task's mask; rows that see none of the keys are in no piece.
+    """Cut the mask of one task into tiles; rows that see none of the keys are in none.
 
     Args:
         q_pos, q_len (`int`): Position of the first query row in its document, and rows.
@@ -138,37 +134,38 @@ def tiles(
             q, k = rows[0] - q_pos, keys[0] - k_pos
             found.append(Tile(mask, q, rows[1] - rows[0], k, keys[1] - keys[0], 0, merges))
 
+    # Left of the diagonal, on it, and the rows that see every key. The kernel aligns a causal mask
+    # at the top left, which is right for a square that begins on the diagonal.
     add(FULL, (first, diagonal), (k_pos, first))
     add(CAUSAL, (first, diagonal), (first, diagonal), merges=k_pos < first)
     add(FULL, (max(first, diagonal), last), (k_pos, stop))
     return found
 
 
-def _halved(piece: Tile) -> Iterator[Tile]:
-    """Cut a causal square into small ones along the diagonal and full rectangles below it.
-
-    The kernel computes whole blocks on the diagonal, half of each in vain. Gradients of pieces just
-    add up, so cutting pays in a backward; in a forward, merging the pieces costs what is saved.
-    """
-    n = piece.q_len
-    if piece.mask != CAUSAL or n <= _SQUARE:
-        yield piece
+def _halved(tile: Tile) -> Iterator[Tile]:
+    """Cut a causal square into small ones along the diagonal and full rectangles below it."""
+    # The kernel computes whole blocks on the diagonal, half of each in vain. Gradients of tiles add
+    # up, so cutting pays in a backward; in a forward, merging the tiles costs what is saved.
+    n = tile.q_len
+    if tile.mask != CAUSAL or n <= _SQUARE:
+        yield tile
         return
     half = -(-n // 2 // 64) * 64
-    yield from _halved(piece._replace(q_len=half, k_len=half))
-    lower = piece._replace(q=piece.q + half, q_len=n - half)
+    yield from _halved(tile._replace(q_len=half, k_len=half))
+    lower = tile._replace(q=tile.q + half, q_len=n - half)
     yield lower._replace(mask=FULL, k_len=half)
-    yield from _halved(lower._replace(k=piece.k + half, k_len=n - half))
+    yield from _halved(lower._replace(k=tile.k + half, k_len=n - half))
 
 
 def _bands(
     q_pos: int, first: int, last: int, k_pos: int, stop: int, window: int, ahead: int
 ) -> list[Tile]:
-    """Tiles of rows with the keys that any of them sees."""
-    tile = min(max(window, 128), 512)
+    """Cut rows under a window into tiles, each with the keys that any of its rows sees."""
+    # Fewer rows per tile leave fewer masked scores; more rows make better use of a call.
+    rows = min(max(window, 128), 512)
     found = []
-    for start in range(first, last, tile):
-        end = min(start + tile, last)
+    for start in range(first, last, rows):
+        end = min(start + rows, last)
         low, high = max(k_pos, start - window + 1), min(stop, end + ahead)
         all_seen = high - 1 <= start + ahead and end - 1 - low < window
         mask = FULL if all_seen else BAND
@@ -178,9 +175,14 @@ def _bands(
 
 
 class KernelTask(NamedTuple):
-    """A task's place in its arrays: rows of each array it touches, and its positions."""
+    """Where a task is in its arrays, and in its document.
 
-    rows: dict[str, int]  # role (q, kv, into, grad, dq, dkv) -> first row
+    Args:
+        rows (`dict[str, int]`): By role (q, kv, into, grad, dq, dkv), the first row in its array.
+        q_pos, q_len, k_pos, k_len (`int`): As in `tiles`.
+    """
+
+    rows: dict[str, int]
     q_pos: int
     q_len: int
     k_pos: int
@@ -189,12 +191,12 @@ class KernelTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One kernel call on `len(q_lens)` pieces of one shape (causal squares: of similar size).
+    """One kernel call on n tiles of one shape (causal squares: of similar size).
 
     Args:
         mask (`str`): `full`, `causal` or `band`.
-        rows (`dict[str, Rows]`): Role -> the rows of each piece.
-        q_lens, k_lens (`np.ndarray`): Rows and keys of each piece, int64.
+        rows (`dict[str, RowRuns]`): By role, the rows of each tile.
+        q_lens, k_lens (`np.ndarray`): Rows and keys of each tile, int64.
         shift (`int`): As in `Tile`.
         merges (`bool`): As in `Tile`.
     """
@@ -207,56 +209,63 @@ class KernelCall:
     merges: bool
 
 
-@dataclass(slots=True)
-class _Batch:
-    tiles: list[tuple[KernelTask, Tile]] = field(default_factory=list)
-
-    def call(self) -> KernelCall:
-        task, piece = self.tiles[0]
-        q_lens = np.asarray([p.q_len for _, p in self.tiles])
-        k_lens = np.asarray([p.k_len for _, p in self.tiles])
-        rows = {}
-        for role in task.rows:
-            keys = role in ("kv", "dkv")
-            starts = [t.rows[role] + (p.k if keys else p.q) for t, p in self.tiles]
-            rows[role] = RowRuns(np.asarray(starts), k_lens if keys else q_lens)
-        return KernelCall(piece.mask, rows, q_lens, k_lens, piece.shift, piece.merges)
+_Placed = tuple[KernelTask, Tile]  # a tile and the task that it is cut from
 
 
 def calls(
     tasks: Iterable[KernelTask], *, window: int, causal: bool = True
 ) -> tuple[KernelCall, ...]:
-    """The kernel calls of tasks on the same arrays; merging pieces follow those they merge with."""
+    """Return the kernel calls of tasks on the same arrays, to be run in this order.
+
+    Args:
+        tasks (`Iterable[KernelTask]`): All with the same roles. With a role `dq` they are of a
+            backward.
+        window, causal: As in `tiles`.
+    """
     cut = [
         (task, part)
         for task in tasks
-        for piece in tiles(*task[1:], window=window, causal=causal)
-        for part in (_halved(piece) if "dq" in task.rows else (piece,))
+        for tile in tiles(*task[1:], window=window, causal=causal)
+        for part in (_halved(tile) if "dq" in task.rows else (tile,))
     ]
-    # equal keys stand together; merging pieces last
+    # Tiles that merge come last, behind those they merge with; equal shapes are neighbours.
     order = sorted(range(len(cut)), key=lambda i: (_shape(cut[i][1]), i))
-    batches: list[_Batch] = []
+    batches: list[list[_Placed]] = []
     for i in order:
-        if not batches or not _joins(batches[-1], cut[i][1]):
-            batches.append(_Batch())
-        batches[-1].tiles.append(cut[i])
-    for batch in batches:  # rows in order, so that a regular batch is a view
-        batch.tiles.sort(key=lambda tp: tp[0].rows["q"] + tp[1].q)
-    return tuple(batch.call() for batch in batches)
+        if batches and _joins(batches[-1], cut[i][1]):
+            batches[-1].append(cut[i])
+        else:
+            batches.append([cut[i]])
+    return tuple(_call(batch) for batch in batches)
 
 
-def _shape(piece: Tile) -> tuple[bool, str, int, int, int]:
-    return piece.merges, piece.mask, piece.q_len, piece.k_len, piece.shift
+def _shape(tile: Tile) -> tuple[bool, str, int, int, int]:
+    return tile.merges, tile.mask, tile.q_len, tile.k_len, tile.shift
 
 
-def _joins(batch: _Batch, piece: Tile) -> bool:
-    """Whether a piece may share a call with a batch of pieces no longer than itself."""
-    first = batch.tiles[0][1]
-    if piece.q_len > _BATCHED_ROWS or piece.k_len > 2 * _BATCHED_ROWS:
+def _joins(batch: list[_Placed], tile: Tile) -> bool:
+    """Return whether a tile may share a call with tiles that are no longer than itself."""
+    first = batch[0][1]
+    if tile.q_len > _BATCHED_ROWS or tile.k_len > 2 * _BATCHED_ROWS:
         return False
-    if (len(batch.tiles) + 1) * piece.k_len > _BATCHED_KEYS:
+    if (len(batch) + 1) * tile.k_len > _BATCHED_KEYS:
         return False
-    if piece.mask == CAUSAL:
-        same = first.mask == CAUSAL and first.merges == piece.merges
-        return same and piece.q_len <= _PADDING * first.q_len
-    return _shape(piece) == _shape(first)
+    if tile.mask == CAUSAL:
+        # Padding at the end of a causal square is never seen by its real rows.
+        same = first.mask == CAUSAL and first.merges == tile.merges
+        return same and tile.q_len <= _PADDING * first.q_len
+    return _shape(tile) == _shape(first)
+
+
+def _call(batch: list[_Placed]) -> KernelCall:
+    task, tile = batch[0]
+    shift, merges = tile.shift, tile.merges
+    batch.sort(key=lambda placed: placed[0].rows["q"] + placed[1].q)  # so that it may be a view
+    q_lens = np.asarray([t.q_len for _, t in batch])
+    k_lens = np.asarray([t.k_len for _, t in batch])
+    rows = {}
+    for role in task.rows:
+        keys = role in ("kv", "dkv")
+        starts = [task.rows[role] + (t.k if keys else t.q) for task, t in batch]
+        rows[role] = RowRuns(np.asarray(starts), k_lens if keys else q_lens)
+    return KernelCall(tile.mask, rows, q_lens, k_lens, shift, merges)

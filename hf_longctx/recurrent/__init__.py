@@ -1,1 +1,1 @@
-"""Recurrent layers of Transformers models -> layers that keep packed documents apart."""
+"""Adapt recurrent layers of Transformers models, so that packed documents stay apart in them."""

@@ -1,4 +1,4 @@
-"""A Transformers model -> the same model, whose recurrent layers keep packed documents apart.
+"""Adapt the recurrent layers of a Transformers model, so that they keep packed documents apart.
 
 Layer: recurrent.
 """
@@ -14,21 +14,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..support import RECURRENT_LAYERS, recurrent_family
 from ..support.model_rules import FLA_RULE
 from ..support.rules import validate_rules
-from . import fla, linear_attention, short_conv, state_space
+from . import fla_layers, transformers_layers
 from .adapter import Adapter
+from .context import carry_batch, disable_recompute
 from .packed_inputs import read_packed_inputs
-from .running import carry, leave_recompute
-from .unprepared_guard import keep_prepared
+from .unprepared_guard import guard_prepared
 
-ADAPTERS: tuple[Adapter, ...] = (
-    *fla.ADAPTERS,
-    *linear_attention.DELTA_ADAPTERS,
-    *linear_attention.KIMI_ADAPTERS,
-    *linear_attention.LIGHTNING_ADAPTERS,
-    *short_conv.ADAPTERS,
-    *state_space.SSM_ADAPTERS,
-    *state_space.SELECTIVE_ADAPTERS,
-)
+ADAPTERS: tuple[Adapter, ...] = (*fla_layers.ADAPTERS, *transformers_layers.ADAPTERS)
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -38,7 +30,7 @@ def prepare(model: Model) -> Model:
     Documents are read from `cu_seq_lens_q`, packed `position_ids` or `seq_idx`, whatever attention
     name the model has. Calls without packed documents, also padded and cached ones, run the code of
     Transformers as before. Nothing of it is saved with a checkpoint. A copy is prepared, too; what
-    comes out of a pickle refuses packed documents until it is prepared again.
+    comes out of a pickle rejects packed documents until it is prepared again.
 
     Args:
         model (`nn.Module`): A Transformers model, or a wrapper of one. It is changed in place; a
@@ -48,41 +40,48 @@ def prepare(model: Model) -> Model:
         The model.
 
     Raises:
-        ValueError: naming the class of a recurrent layer that is not known, or of a function of
-            Transformers that takes other arguments than the version that is known; and for options
-            of flash-linear-attention that are not built, and for what holds no Transformers model.
+        ValueError: naming the class of a recurrent layer that is not known, or a function of
+            Transformers that takes other arguments than in the version that is known; also for
+            options of flash-linear-attention that are not built, and for a module that holds no
+            Transformers model.
     """
+    # Hooks outlive a pickle, wrapped forwards do not: the guard then rejects documents.
     for part in _adapt(model):
-        keep_prepared(part)
+        guard_prepared(part)
     return model
 
 
 def _adapt(model: nn.Module) -> list[nn.Module]:
-    """Change a model's recurrent layers; the models around them, which now look for documents."""
+    """Change a model's recurrent layers; return the models around them, which read documents."""
     layers = recurrent_layers(model)
-    _validate_unknown(model, [layer for layer, _ in layers])
+    _validate_known(model, [layer for layer, _ in layers])
     if not layers:
         return []
+    # Before any function is replaced, so that a rejected model leaves the library as it was.
     validate_rules((FLA_RULE,), _base(model).config)
     for layer, adapter in layers:
         home = adapter.home(layer)
         assert home is not None
         adapter.adapt(layer, home)
+        # Zamba2 has decoder layers within decoder layers.
         block, *inner = _blocks_of(layer, model)
-        if adapter.carried:
-            carry(block)
+        if adapter.drops_kwargs:
+            carry_batch(block)
         for each in inner:
-            leave_recompute(each)
+            disable_recompute(each)
+    # By identity: modules compare by it, but a list of them would be searched for each.
     ids = {id(layer) for layer, _ in layers}
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    doors = [_base(model), *(part for part in models if _holds(part, ids))]
-    for part in doors:  # also within: a loss may call the model without its head
-        read_packed_inputs(part, plain=all(adapter.plain for _, adapter in layers))
-    return doors
+    # Also models within: a loss of the user's own may call the model without its head.
+    readers = [_base(model), *(part for part in models if _count_inside(part, ids))]
+    needs_gpu = any(adapter.needs_gpu for _, adapter in layers)
+    for part in readers:
+        read_packed_inputs(part, needs_gpu=needs_gpu)
+    return readers
 
 
 def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, Adapter]]:
-    """The recurrent layers in a model that can be adapted, in order, each with its adapter."""
+    """Return the recurrent layers of a model that can be adapted, in order, with their adapters."""
     return [
         (module, adapter)
         for module in model.modules()
@@ -93,7 +92,8 @@ def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, Adapter]]:
 
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
-    """A model prepared for a while; afterwards its forwards are what they were."""
+    """Prepare a model for a while; afterwards its forwards and classes are what they were."""
+    # A module has a forward of its own only if somebody wrapped it.
     before = {m: (type(m), m.__dict__.get("forward")) for m in model.modules()}
     _adapt(model)
     try:
@@ -107,8 +107,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
                 module.forward = forward
 
 
-def _validate_unknown(model: nn.Module, known: list[nn.Module]) -> None:
-    """Refuse decoder layers that the config calls recurrent and in which no layer was known.
+def _validate_known(model: nn.Module, known: list[nn.Module]) -> None:
+    """Reject decoder layers that the config calls recurrent and in which no layer was known.
 
     Raises:
         ValueError: naming the class and what the config says of it.
@@ -117,11 +117,12 @@ def _validate_unknown(model: nn.Module, known: list[nn.Module]) -> None:
     config = base.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ()
     lists = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == len(kinds))
-    blocks = max(lists, key=lambda blocks: _holds(blocks, ids), default=())  # not those of vision
+    # A vision tower may have as many layers; the text model is the list with recurrent ones.
+    blocks = max(lists, key=lambda blocks: _count_inside(blocks, ids), default=())
     unknown = {
         type(block).__name__: f"layer_types {kind!r}"
         for block, kind in zip(blocks, kinds, strict=False)
-        if kind in RECURRENT_LAYERS and not _holds(block, ids)
+        if kind in RECURRENT_LAYERS and not _count_inside(block, ids)
     }
     if not known and recurrent_family(config) is not None:
         unknown.setdefault(type(base).__name__, str(recurrent_family(config)))
@@ -133,19 +134,19 @@ def _validate_unknown(model: nn.Module, known: list[nn.Module]) -> None:
         )
 
 
-def _holds(module: nn.Module, ids: set[int]) -> int:
-    """How many of some modules lie in one."""
+def _count_inside(module: nn.Module, ids: set[int]) -> int:
+    """Count the modules with these ids inside a module."""
     return sum(id(part) in ids for part in module.modules())
 
 
 def _blocks_of(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """The decoder layers around a recurrent layer, from outside to inside."""
+    """Return the decoder layers around a recurrent layer, from outside to inside."""
     blocks = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
     return [block for block in blocks if any(m is layer for m in block.modules())]
 
 
 def _base(model: Any) -> Any:
-    """The model that Transformers made, under PEFT's, DDP's or a user's wrapper or without one."""
+    """Return the model that Transformers made, inside PEFT's, DDP's or a user's wrapper or not."""
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     base = next(parts, model)
     if not hasattr(base, "config"):

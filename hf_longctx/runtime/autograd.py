@@ -1,8 +1,11 @@
-"""Query, key, value rows of one rank -> attention output, differentiable: one node per phase.
+"""Run one layer's attention as autograd nodes, one per phase of its program.
 
-Layer: runtime. An exchange before and after the kernels, in both directions, means three phases and
-three autograd nodes: the backward of the last starts the exchange, that of the first collects it.
-Home keeps q, k, v, out and lse (resend backward); servers keep nothing.
+An exchange before and after the kernels, in both directions, makes three phases and three nodes:
+the backward of the last node starts the exchange, that of the first collects its results. Between
+forward and backward a row's home rank keeps q, k, v, out and lse, and sends them again; processes
+that attended to remote rows keep nothing. Layer: runtime.
+
+Letters: T rows, H query heads, K key/value heads, D head size, V value head size.
 """
 
 from collections.abc import Callable
@@ -23,20 +26,20 @@ from .requests import Request
 
 @dataclass(slots=True)
 class Layer:
-    """One attention call: its program, where it exchanges, and the run under way.
+    """One attention call: its program, where it exchanges, and the direction under way.
 
     Args:
         program (`Program`): This rank's program.
         channel (`Channel`, *optional*): Needed where the program exchanges.
         scoring (`Scoring`): How scores are formed.
         account (`Account`): Where to add what was done.
-        saved (`tuple[Tensor, ...]`, *optional*): `(out, lse)` of the first forward, in a
-            recompute.
-        forget (`Callable`, *optional*): Called when backward starts: saved results can go.
+        saved (`tuple[Tensor, ...]`, *optional*): `(out, lse)` of the forward, in its recompute.
+        forget (`Callable`, *optional*): Called when backward starts, and saved results can go.
         half (`int`, *optional*, defaults to 0): Which half of a batch this is.
         turn (`Callable`, *optional*): Hands over to the other half, in a forward of both.
-        call (`Callable`, *optional*): Called when a direction starts: tells extra servers of it.
+        call (`Callable`, *optional*): Called when a direction starts, to tell extra servers of it.
         index (`int`, *optional*): Number of the layer in its model, where that is known.
+        run (`Execution`, *optional*): The direction under way.
     """
 
     program: Program
@@ -78,7 +81,7 @@ class Layer:
     def advance(self, phase: int) -> None:
         """Run one phase of the direction under way."""
         assert self.run is not None
-        if self.half != self.account.half:
+        if self.half != self.account.half:  # counted to show that halves do alternate
             self.account.half, self.account.switches = self.half, self.account.switches + 1
         drive(self.run.phase(phase), self.account)
 
@@ -90,9 +93,10 @@ class Layer:
 
 
 class _Phase(torch.autograd.Function):
-    """Phase `index` of `phases`. The first takes q, k, v; the last gives out; tokens tie them.
+    """Phase `index` of `phases`. The first takes q, k, v; the last gives out and lse.
 
-    The last may take sinks, one score per head: a sink is a partial `(0, sink)` of every row.
+    Empty tokens tie the nodes in their order. The last phase may take sinks, one score per head: a
+    sink is a partial `(0, sink)` of every row.
     """
 
     @staticmethod
@@ -116,6 +120,7 @@ class _Phase(torch.autograd.Function):
                 out, lse = _with_sinks(out, lse, sinks)
         else:
             (out, lse), layer.saved = layer.saved, None
+        # through autograd, so that hooks on saved tensors (checkpointing, offloading) see them
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -134,7 +139,8 @@ class _Phase(torch.autograd.Function):
             run.bind(HomeArray.GRAD, grad_out=grads[0].contiguous(), out=out, lse=lse)
         layer.advance(ctx.phases - 1 - ctx.index)
         if ctx.index:
-            rows = (None,) * (ctx.given - 1)  # detached: the first phase returns their gradients
+            # the rows came detached: only the first phase returns their gradients
+            rows = (None,) * (ctx.given - 1)
             return None, None, None, d_sinks, grads[0].new_zeros(0), *rows
         run = layer.finish()
         dtype = run.dtype
@@ -151,7 +157,10 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sinks_grad(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink's value is zero, so its score's gradient in a row is minus its weight times delta."""
+    """The gradient of each head's sink, `[H]`.
+
+    The value of a sink is 0, so its score's gradient in a row is minus its weight times delta.
+    """
     wide = lse.dtype
     delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
     return -(torch.exp(sinks.to(wide) - lse[..., 0]) * delta).sum(0).to(sinks.dtype)
@@ -163,29 +172,28 @@ def attend(
     """Run one layer's attention.
 
     Args:
-        layer (`Layer`): The call; with `saved` set nothing is computed or sent.
+        layer (`Layer`): The call; with `saved` set, nothing is computed or sent in forward.
         q_THD, k_TKD, v_TKD (`Tensor`): The rank's own rows, of one dtype.
         sinks (`Tensor`, *optional*): `[H]`, a learned score of each head that takes weight and
             gives no value.
 
     Returns:
-        `out [T, H, V]` in that dtype, differentiable, and `lse [T, H, 1]` (float32 or wider).
+        `out [T, H, V]` in that dtype, differentiable, and `lse [T, H, 1]`, float32 or wider.
     """
+    # kernels and messages read rows whose last axis is dense; heads may have any stride
     given = [t if t.stride(-1) == 1 else t.contiguous() for t in (q_THD, k_TKD, v_TKD)]
-    phases, turn = len(layer.program.forward), layer.turn or _nobody
+    phases, turn = len(layer.program.forward), layer.turn or (lambda: None)
     if phases == 1:
-        turn()  # as often as on ranks that exchange something, so that all post in one order
+        # as often as on ranks that exchange something, so that all of them post in one order
+        turn()
         result = _Phase.apply(layer, 0, phases, sinks, *given)
         turn()
         return result
     token = _Phase.apply(layer, 0, phases, None, *given)
+    # the later phases need the rows for backward, but must not add to their gradients
     rows = [t.detach() for t in given]
     for index in range(1, phases - 1):
         turn()
         token = _Phase.apply(layer, index, phases, None, token)
     turn()
     return _Phase.apply(layer, phases - 1, phases, sinks, token, *rows)
-
-
-def _nobody() -> None:
-    """Nobody to hand over to."""

@@ -1,9 +1,8 @@
-"""The tensors of a message's blocks -> its bytes, and back.
+"""Turn the posts and waits of a program into messages over its channels.
 
-Layer: runtime. A message holds its blocks' fields end to end, whatever their dtypes and strides.
-
-Posts and waits of one program -> messages over its channels, relays included. An exchange is unpacked at its wait. Only where relays pass it on, its channel's
-waiting thread unpacks it as it arrives, and has them leave; a program without relays has no thread.
+A message holds the fields of its blocks end to end, whatever their dtypes and strides. Receivers
+unpack at the wait. Only where other messages pass on what arrives (relays) does the channel's
+waiting thread unpack it, and then let those leave. Layer: runtime.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -13,23 +12,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..comm.arrivals import Arrival, Exchange, Following, Joined
-from ..comm.channels import Channel, Payload, Relaying, numbered
+from ..comm.arrivals import Arrival, Exchange, JoinedExchange, RelayedExchange
+from ..comm.channels import Channel, Payload, RelayChannel, select_channel
 from ..planning.program.operations import Block, Post
 from ..planning.program.program import Program
 
 
-def size(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors)
+def size(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of the tensors."""
+    return sum(t.nbytes for t in tensors)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors' bytes, uint8, each copied once."""
+    """Copy the tensors' bytes end to end into one uint8 tensor."""
     data = torch.empty(size(tensors), dtype=torch.uint8)
     start = 0
     for tensor in tensors:
-        part = data[start : start + size([tensor])]
+        part = data[start : start + tensor.nbytes]
         if start % tensor.element_size():  # a view in another dtype must be aligned
             part.copy_(tensor.reshape(-1).view(torch.uint8))
         else:
@@ -39,10 +38,10 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(data: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Fill the tensors from a message's bytes."""
+    """Fill the tensors from the bytes that `pack` made."""
     start = 0
     for tensor in tensors:
-        part = data[start : start + size([tensor])]
+        part = data[start : start + tensor.nbytes]
         if start % tensor.element_size():
             part = part.clone()  # a view in another dtype must be aligned
         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
@@ -50,8 +49,8 @@ def unpack(data: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 Views = Callable[[Block], list[Tensor]]
-_Leaving = list[tuple[list[int], list[Tensor]]]  # peers, and what the message to each holds
-_Arriving = list[tuple[Tensor, list[Tensor]]]  # a message's bytes, and what they fill
+_Sends = list[tuple[list[int], list[Tensor]]]  # peers, and what the message to each holds
+_Receives = list[tuple[Tensor, list[Tensor]]]  # bytes of a message, and what they fill
 
 
 @dataclass(slots=True)
@@ -59,8 +58,9 @@ class _Pending:
     """An exchange between its post and its wait."""
 
     exchange: Exchange
-    arriving: _Arriving
+    receives: _Receives
     arrival: Arrival | None  # where relays pass it on
+    bytes: int  # of its messages, both ways
 
 
 class Exchanges:
@@ -70,7 +70,7 @@ class Exchanges:
         program (`Program`): This rank's program.
         backward (`bool`): Which direction.
         channel (`Channel`, *optional*): Number 0 of the program's channels, with the others.
-        views (`Callable`): A block -> its tensors, in the order of its kind's fields.
+        views (`Callable`): Gives the tensors of a block, in the order of its kind's fields.
         layer (`int`, *optional*): Number of the layer that exchanges, for errors to name.
 
     Attributes:
@@ -90,51 +90,52 @@ class Exchanges:
         self.of_layer = "" if layer is None else f" of layer {layer}"
         self.relayed = program.relayed(backward=backward)
         self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}
         self._pending: dict[int, _Pending] = {}
 
     def post(self, op: Post, *, phase: int) -> None:
-        """Start an exchange; see `plan.program.Post`. Never blocks."""
+        """Start an exchange without blocking; see `operations.Post`."""
         assert self.channel is not None, "a program that exchanges needs a channel"
-        channel = numbered(self.channel, op.channel)
+        channel = select_channel(self.channel, op.channel)
         what = f"exchange {op.tag} of {'backward' if self.backward else 'forward'} phase {phase}"
         what += self.of_layer
-        arriving: _Arriving = []
+        receives: _Receives = []
         for _, blocks in op.recvs:
             filled = self._tensors(blocks)
-            arriving.append((torch.empty(size(filled), dtype=torch.uint8), filled))
-        sends = self._leaving(op)
-        recvs = [(peer, data) for (peer, _), (data, _) in zip(op.recvs, arriving, strict=True)]
+            receives.append((torch.empty(size(filled), dtype=torch.uint8), filled))
+        sends = self._sends(op)
+        recvs = [(peer, data) for (peer, _), (data, _) in zip(op.recvs, receives, strict=True)]
         exchange: Exchange
         arrival: Arrival | None = None
         if op.tag not in self.relayed and op.after < 0:
             exchange = channel.post(_packed(sends), recvs, what=what)
         else:
-            assert isinstance(channel, Relaying), f"{type(channel).__name__} has no relays"
+            assert isinstance(channel, RelayChannel), f"{type(channel).__name__} has no relays"
             exchange = channel.post([], recvs, what=what)
             if op.tag in self.relayed:
-                fill = partial(_unpack, arriving, torch.is_inference_mode_enabled())
+                # the thread that fills knows nothing of this one's inference mode
+                fill = partial(_unpack, receives, torch.is_inference_mode_enabled())
                 exchange = arrival = channel.arrivals.add(exchange, fill)
             if op.after >= 0:
                 exchange = self._relay(op.after, sends, channel, exchange, what=what)
             else:
-                exchange = Joined([channel.post(_packed(sends), [], what=what), exchange])
-        tensors = [each for _, of_message in (*sends, *arriving) for each in of_message]
-        self._sizes[op.tag] = size(tensors)
-        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
-        self._pending[op.tag] = _Pending(exchange, arriving, arrival)
+                exchange = JoinedExchange([channel.post(_packed(sends), [], what=what), exchange])
+        tensors = (t for _, of_message in (*sends, *receives) for t in of_message)
+        self._pending[op.tag] = _Pending(exchange, receives, arrival, size(tensors))
+        under_way = sum(pending.bytes for pending in self._pending.values())
+        self.peak_bytes = max(self.peak_bytes, under_way)
 
     def _relay(
-        self, after: int, sends: _Leaving, channel: Relaying, received: Exchange, *, what: str
+        self, after: int, sends: _Sends, channel: RelayChannel, received: Exchange, *, what: str
     ) -> Exchange:
-        """Have the sends leave once the exchange that they pass on has arrived."""
+        """Let the sends leave once the exchange that they pass on has arrived."""
         sizes = [(peer, size(tensors)) for peers, tensors in sends for peer in peers]
+        # numbered now, on both sides: when it arrives must not change which message meets which
         leaving, upon = channel.reserve(sizes, what=what), self._pending[after].arrival
         assert upon is not None, after
-        upon.then(lambda: leaving.leave([data for _, data in _packed(sends)]))
-        return Following(upon, Joined([received, leaving]))
+        upon.then(lambda: leaving.send([data for _, data in _packed(sends)]))
+        return RelayedExchange(upon, JoinedExchange([received, leaving]))
 
-    def _leaving(self, op: Post) -> _Leaving:
+    def _sends(self, op: Post) -> _Sends:
         """The distinct messages: what several peers get is copied once."""
         peers: dict[tuple[Block, ...], list[int]] = {}
         for peer, blocks in op.sends:
@@ -150,23 +151,24 @@ class Exchanges:
         Raises:
             ExchangeError: where an exchange that relays pass on is known to have failed.
         """
+        # any of them: a relay that failed may be why this exchange would never end
         for pending in self._pending.values():
             if pending.arrival is not None and pending.arrival.error is not None:
                 raise pending.arrival.error
-        pending = self._pending.pop(tag)
+        pending = self._pending[tag]
         yield pending.exchange
         if pending.arrival is None:
-            _unpack(pending.arriving, torch.is_inference_mode_enabled())
-        del self._sizes[tag]
+            _unpack(pending.receives, torch.is_inference_mode_enabled())
+        del self._pending[tag]  # its bytes counted until they were unpacked
 
 
-def _packed(sends: _Leaving) -> list[Payload]:
+def _packed(sends: _Sends) -> list[Payload]:
     made = [(peers, pack(tensors)) for peers, tensors in sends]
     return [(peer, data) for peers, data in made for peer in peers]
 
 
-def _unpack(arriving: _Arriving, inference: bool) -> None:
-    """Fill tensors from messages, in the `inference` mode in which they were made."""
+def _unpack(receives: _Receives, inference: bool) -> None:
+    """Fill tensors from messages, in the inference mode in which they were made."""
     with torch.inference_mode(inference):
-        for data, tensors in arriving:
+        for data, tensors in receives:
             unpack(data, tensors)

@@ -1,19 +1,18 @@
-"""Parts of a block -> the block: copied, summed, merged or formed anew.
+"""Run a program on the tensors of one layer, phase by phase.
 
-Layer: runtime. A block is the list of its fields' tensors, in the order of its kind.
+A phase is a generator that yields at waits only, so that one program runs blocking in a process, in
+lock step over ranks in one thread, or alternately with the other half of a batch. The file also
+keeps the account of what ran, and the runtime that ties batches to this process's channel.
+Layer: runtime.
 
-A program and one layer's tensors -> its attention, phase by phase. The executor is a generator that yields at waits only, so one program runs blocking
-in a process, in lock step over ranks in one thread, or between two halves of a batch. Letters: T
-rows, H query heads, K key/value heads, D head size, V value head size.
-
-What ties batches to this process: the channel of its group and the account of its attention.
+Letters: T rows, H query heads, K key/value heads, D head size, V value head size, N rows of a
+state.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor, linalg
@@ -26,16 +25,19 @@ from ..kernels.kernel_calls import KernelCall, KernelTask, calls
 from ..kernels.softmax import Scoring, merge
 from ..planning.program.counts import Widths, heads_in, kept_heads, lifetimes
 from ..planning.program.operations import Attend, AttendGrad, Block, Fold, HeadRange, Op, Post, Wait
-from ..planning.program.program import KINDS, TRANSIENT, Field, Program
+from ..planning.program.program import KINDS, TRANSIENT, Field, Program, kept_with_program
 from . import exchanges
 from .exchanges import Exchanges
-from .requests import Caller
+from .requests import RequestSender
 
-_Views = Sequence[Tensor]
+_Views = Sequence[Tensor]  # of one block, in the order of its kind's fields
 
 
 def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
-    """Combine parts into the target, in their order; see `plan.program.Fold`."""
+    """Combine the parts of a block into the target, in their order; see `operations.Fold`.
+
+    The order is the plan's, not that of arrival, so that results are equal to the bit.
+    """
     if how == "cat":
         for i, view in enumerate(target):
             view.copy_(torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i])
@@ -43,23 +45,24 @@ def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
         for part in parts:
             for view, value in zip(target, part, strict=True):
                 view.add_(value)
-    elif how == "affine":
+    elif how == "affine":  # of states: E + M S
         (offset,), (decay,), (entering,) = parts
         target[0].copy_(offset + _decayed(decay, entering))
-    elif how == "product":
+    elif how == "product":  # of two segments' decays
         (later,), (earlier,) = parts
         target[0].copy_(_decayed(later, earlier))
-    elif how == "delta":
+    elif how == "delta":  # the sum of grad_out * out travels in place of out: it is smaller
         grad_out, out, lse = parts[0]
         wide = lse.dtype
         target[0].copy_(grad_out)
         target[1].copy_(linalg.vecdot(grad_out.to(wide), out.to(wide))[..., None])
         target[2].copy_(lse)
-    else:
+    else:  # of partials, by their lse
         (out, lse), same = parts[0], target[0].dtype == parts[0][0].dtype
         lse = lse[..., 0]
         for other_out, other_lse in parts[1:]:
-            last = other_out is parts[-1][0]  # then all parts are read, whatever the target is
+            # the target may be one of the parts: it is written once all of them were read
+            last = other_out is parts[-1][0]
             into = target[0] if same and last else None
             out, lse = merge(out, lse, other_out, other_lse[..., 0], into=into)
         if out is not target[0]:
@@ -68,7 +71,7 @@ def fold(how: str, target: _Views, parts: Sequence[_Views]) -> None:
 
 
 def _decayed(decay: Tensor, state_NHV: Tensor) -> Tensor:
-    """M S of arrays by rows: M is `[1, H, 1]`, `[N, H, 1]` or `[N, H, N]`."""
+    """Apply a decay to a state, both by rows: M is `[1, H, 1]`, `[N, H, 1]` or `[N, H, N]`."""
     return decayed(decay.transpose(0, 1), state_NHV.transpose(0, 1)).transpose(0, 1)
 
 
@@ -78,7 +81,7 @@ _ROLES = {Attend: ("q", "kv", "into"), AttendGrad: ("q", "kv", "grad", "dq", "dk
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """Neighbouring tasks on the same arrays, as kernel calls."""
+    """Adjacent tasks on the same arrays, as kernel calls."""
 
     arrays: dict[str, Block]  # with all rows
     calls: tuple[KernelCall, ...]
@@ -89,11 +92,11 @@ class _Kernels:
 Step = _Kernels | Post | Wait | Fold
 
 
-@lru_cache(maxsize=256)
+@kept_with_program
 def _steps(
     program: Program, window: int, causal: bool, backward: bool
 ) -> tuple[tuple[Step, ...], ...]:
-    """Phases with neighbouring tasks fused (memo of a pure function, keyed by identity)."""
+    """Fuse adjacent tasks on the same arrays into kernel calls, in the phases of one direction."""
     return tuple(
         tuple(_fused(program, phase, window, causal))
         for phase in (program.backward if backward else program.forward)
@@ -116,15 +119,15 @@ def _fused(program: Program, phase: Iterable[Op], window: int, causal: bool) -> 
             yield op
             continue
         blocks = dict(zip(_ROLES[type(op)], op, strict=True))
+        # kernels take whole arrays and the rows of each task, so that one call serves many tasks
         whole = {r: b._replace(start=0, stop=program.rows[b.array]) for r, b in blocks.items()}
         if whole != arrays:
             yield from flush()
             arrays = whole
-        (_, q_pos, _), (_, k_pos, _) = program.task(op.q), program.task(op.kv)
+        (_, q_start, _), (_, k_start, _) = program.task(op.q), program.task(op.kv)
         rows = {role: block.start for role, block in blocks.items()}
-        tasks.append(
-            KernelTask(rows, q_pos, op.q.stop - op.q.start, k_pos, op.kv.stop - op.kv.start)
-        )
+        q_rows, k_rows = op.q.stop - op.q.start, op.kv.stop - op.kv.start
+        tasks.append(KernelTask(rows, q_start, q_rows, k_start, k_rows))
     yield from flush()
 
 
@@ -133,17 +136,17 @@ class Account:
     """What one rank's attention did, summed over layers and batches.
 
     Args:
-        calls (`int`): Attention calls of a forward.
+        calls (`int`): Attention calls of forwards.
         recomputed (`int`): Attention calls answered from saved results, under checkpointing.
-        recompute_bytes (`int`): Bytes sent during those (0 by design).
-        planned_bytes (`int`): Bytes that programs of scans and halos were to send.
+        recompute_bytes (`int`): Bytes sent during those; 0 by design.
+        planned_bytes (`int`): Bytes that the programs of scans and halos send.
         waited (`float`): Seconds blocked in waits.
         attending (`float`): Seconds in attention kernels, by `clock`.
         peak_bytes (`int`): Largest sum of live transient arrays in one layer.
-        message_peak_bytes (`int`): Largest sum of messages that are posted and not waited for.
+        message_peak_bytes (`int`): Largest sum of messages posted and not waited for.
         layers (`set[object]`): Layers that called.
-        half (`int`): Half of a batch that ran last.
-        switches (`int`): How often one half's phase came after the other's.
+        half (`int`): The half of a batch that ran last.
+        switches (`int`): How often a phase of one half followed one of the other.
         clock (`Callable`): Reads seconds; a benchmark may count those of its own process only.
     """
 
@@ -197,67 +200,60 @@ class Execution:
             program, backward=backward, channel=channel, views=self._views, layer=layer
         )
         self._live = 0
-        self._last_use = {a: last for a, (_, last) in self._lifetimes().items()}
-        self._number = 0
-
-    def _lifetimes(self) -> Mapping[int, tuple[int, int]]:
-        return _lifetimes(self.program, self.backward)
+        spans = lifetimes(program, backward=backward)
+        self._last_use = {array: last for array, (_, last) in spans.items()}
+        self._number = 0  # of the operation that runs, as `lifetimes` counts them
 
     def bind(self, array: int, **fields: Tensor) -> None:
-        """Give the tensors of one of the rank's own arrays, `[rows, heads, width]`."""
+        """Give one of the rank's own arrays its tensors, each `[rows, heads, width]`."""
         self.arrays[array] = fields
 
     def fields(self, array: int) -> Fields:
-        """An array's tensors; made at first use: gradients and states zero, partials keyless."""
+        """The tensors of an array, allocated at its first use.
+
+        Gradients and states start at 0, partials at (0, -inf).
+        """
         if array not in self.arrays:
             self.arrays[array] = self._allocate(array)
             if array >= TRANSIENT:
-                self._live += _bytes(self.arrays[array])
+                self._live += exchanges.size(self.arrays[array].values())
                 self.account.peak_bytes = max(self.account.peak_bytes, self._live)
         return self.arrays[array]
 
     def _allocate(self, array: int) -> Fields:
-        kind = self.program.kinds[array]
-        sizes = {"D": self.widths.head_dim, "V": self.widths.value_dim, "N": self.widths.state}
-        sizes |= {"1": 1}
+        w, kind = self.widths, self.program.kinds[array]
+        sizes = {"D": w.head_dim, "V": w.value_dim, "N": w.state, "1": 1}
         kept, made = kept_heads(self.program)[array], {}
         for f in KINDS[kind]:
             first, stop = self._heads(kept, f)
-            shape = (self.program.rows[array], stop - first, sizes[f.width])
-            fill = float("-inf") if f.name == "lse" else 0.0
-            if kind in ("part", "dq", "dkv", "state", "dx"):
-                made[f.name] = torch.full(shape, fill, dtype=self._dtype(f.wide))
-            else:
-                made[f.name] = torch.empty(shape, dtype=self._dtype(f.wide))
+            shape = self.program.rows[array], stop - first, sizes[f.width]
+            made[f.name] = torch.empty(shape, dtype=self.wide if f.wide else self.dtype)
+            if kind in ("part", "dq", "dkv", "state", "dx"):  # those that are added to or merged
+                made[f.name].fill_(float("-inf") if f.name == "lse" else 0.0)
         return made
 
     def _heads(self, heads: HeadRange, of: Field) -> tuple[int, int]:
-        """The heads of a field that belong to these groups."""
+        """The heads `[first, stop)` of a field that belong to head groups."""
         groups = int(self.program.head_groups[0]) or self.widths.kv_heads
         sizes = {"H": self.widths.heads, "K": self.widths.kv_heads, "1": 1}
         return heads_in(heads, groups=groups, of=sizes[of.heads])
 
-    def _dtype(self, wide: bool) -> torch.dtype:
-        return self.wide if wide else self.dtype
-
     def _of(self, block: Block) -> Fields:
-        """The block's rows and heads of each field."""
+        """The rows and heads of a block, by field, in the order of its kind's fields."""
         kept, found = kept_heads(self.program)[block.array], {}
         for f in KINDS[self.program.kinds[block.array]]:
             rows = self.fields(block.array)[f.name][block.start : block.stop]
-            if block.heads:
+            if block.heads:  # an array keeps the head groups that its blocks name, from `begin`
                 (begin, _), (first, stop) = (self._heads(h, f) for h in (kept, block[3:]))
                 rows = rows[:, first - begin : stop - begin]
             found[f.name] = rows
         return found
 
     def _views(self, block: Block) -> list[Tensor]:
-        """The block's rows and heads, in the order of its kind's fields."""
-        fields = self._of(block)
-        return [fields[f.name] for f in KINDS[self.program.kinds[block.array]]]
+        return [*self._of(block).values()]
 
     def phase(self, number: int) -> Generator[Exchange]:
-        """Run one phase; yields an exchange at each wait, to be resumed once it is done."""
+        """Run one phase. Yields an exchange at each wait, to be resumed once it is done."""
         sees = self.scoring.window, self.scoring.causal
         for step in _steps(self.program, *sees, self.backward)[number]:
             match step:
@@ -275,9 +271,10 @@ class Execution:
             self._free()
 
     def _free(self) -> None:
+        """Drop the transient arrays that no later operation of this direction touches."""
         for array in [a for a in self.arrays if a >= TRANSIENT]:
             if self._last_use[array] < self._number:
-                self._live -= _bytes(self.arrays.pop(array))
+                self._live -= exchanges.size(self.arrays.pop(array).values())
 
     def _attend(self, step: _Kernels) -> None:
         started = self.account.clock()
@@ -288,17 +285,8 @@ class Execution:
         self.account.attending += self.account.clock() - started
 
 
-def _bytes(fields: Fields) -> int:
-    return exchanges.size(list(fields.values()))
-
-
-@lru_cache(maxsize=256)
-def _lifetimes(program: Program, backward: bool) -> Mapping[int, tuple[int, int]]:
-    return lifetimes(program, backward=backward)
-
-
 def drive(steps: Generator[Exchange], account: Account) -> None:
-    """Run a phase in this process: block at each wait, and count the seconds."""
+    """Run a phase to its end: block at each wait, and count the seconds."""
     for exchange in steps:
         started = time.perf_counter()
         exchange.wait()
@@ -307,18 +295,18 @@ def drive(steps: Generator[Exchange], account: Account) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    """The channel of this rank's group, and what its attention layers did so far.
+    """What ties batches to this process: its group's channel, and the account of its attention.
 
     Args:
         channel (`Channel`, *optional*): How the group exchanges; `None` where one process is alone.
         account (`Account`): Counts of calls, bytes and seconds.
-        callers (`tuple[Caller, ...]`): Tell each extra server what it will have to do; only the
-            group's first rank has them.
+        senders (`tuple[RequestSender, ...]`): One per extra server; only the first rank of a
+            group has them.
     """
 
     channel: Channel | None = None
     account: Account = field(default_factory=Account)
-    callers: tuple[Caller, ...] = ()
+    senders: tuple[RequestSender, ...] = ()
 
     @property
     def sent_bytes(self) -> int:

@@ -1,99 +1,48 @@
-"""Two halves of a batch -> both results, computed in turns: each half hands over at its waits.
+"""Run the two halves of a batch alternately, so that one computes while the other communicates.
 
-Layer: runtime. A half is a coroutine with a stack of its own, so a model's forward runs unchanged:
-its attention hands over right after it has posted an exchange, and goes on once the other half has
-done the same. Backward needs nothing: autograd runs nodes in the reverse order of their making.
-
-PyTorch keeps some state by thread, which coroutines share; it is swapped at each turn: saved-tensor
-hooks (activation checkpointing), grad mode, autocast and random state.
-
-A model -> one whose forward runs the two halves of a batch in turns, as one forward. What wraps the model (DDP, PEFT, a Trainer's loss) sees one call with one batch and
-one output, so nothing above it changes. Letters: T rows of this rank.
+Each half is a coroutine with a stack of its own, so a model's forward runs unchanged: its attention
+switches to the other half right after it has posted an exchange, and goes on once the other half
+has done the same. Backward needs nothing: autograd runs nodes in the reverse of the order in which
+they were made. Whatever wraps the model (DDP, PEFT, a Trainer's loss) sees one forward, with one
+batch and one output.
+Layer: runtime. Letters: T rows of this rank.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
-from functools import partial, wraps
-from types import MethodType
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
-from torch._C import _autograd, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from ..data.batch import KEY, LongCtxBatch
 from ..data.documents import IGNORE
+from .thread_state import ThreadState
+from .wrapping import wrap_forward
 
-_DEVICES = ("cpu", "cuda")
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
-@dataclass(slots=True)
-class _ModeState:
-    """What a thread keeps beside its stack."""
-
-    hooks: list[Hooks]
-    grad: bool
-    autocast: list[tuple[bool, torch.dtype]]
-    random: Tensor
-    random_cuda: Tensor | None
-
-    @classmethod
-    def now(cls) -> "_ModeState":
-        """The thread's present state."""
-        return cls(
-            _exchange_hooks(None),
-            torch.is_grad_enabled(),
-            [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES],
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        )
-
-    def apply(self) -> None:
-        """Make it the thread's state."""
-        _exchange_hooks(self.hooks)
-        torch.set_grad_enabled(self.grad)
-        for device, (enabled, dtype) in zip(_DEVICES, self.autocast, strict=True):
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_rng_state(self.random)
-        if self.random_cuda is not None:
-            torch.cuda.set_rng_state(self.random_cuda)
-
-    def seeded(self, seed: int) -> "_ModeState":
-        """The same, with random state of its own."""
-        cpu = torch.Generator().manual_seed(seed).get_state()
-        cuda = self.random_cuda
-        if cuda is not None:
-            cuda = torch.Generator("cuda").manual_seed(seed).get_state()
-        return _ModeState(self.hooks, self.grad, self.autocast, cpu, cuda)
+logger = logging.getLogger(__name__)
+# Arguments with a row per token, in their second axis; all others go to both halves.
+_BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
 
 
-def _exchange_hooks(hooks: list[Hooks] | None) -> list[Hooks]:
-    """The stack of saved-tensor hooks, bottom first; replaced by `hooks` where given."""
-    found: list[Hooks] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
-        found.insert(0, top)
-        _autograd._pop_saved_tensors_default_hooks()
-    for pair in found if hooks is None else hooks:
-        _autograd._push_saved_tensors_default_hooks(*pair)
-    return found
-
-
-class Turns:
-    """Two coroutines of this thread.
+class PingPong:
+    """Two coroutines of this thread that hand over to each other.
 
     Args:
-        halves (`Callable[[], Any]`): Each computes one half, and calls `turn` at its waits.
+        halves (`Callable[[], Any]`): Each computes one half of a batch, and calls `switch` where it
+            would wait.
     """
 
     def __init__(self, *halves: Callable[[], Any]) -> None:
-        self._hub = getcurrent()
+        self._main = getcurrent()
         self._coroutines = [greenlet(half) for half in halves]
         for coroutine in self._coroutines:
+            # Context variables set in one half must not be seen by the other.
             coroutine.gr_context = copy_context()
         self._modes = self._open_modes()
 
@@ -101,110 +50,111 @@ class Turns:
     def _open_modes() -> tuple[int, int]:
         return _len_torch_function_stack(), _len_torch_dispatch_stack()
 
-    def turn(self) -> None:
-        """Hand over to the other half, and return when it has handed back.
+    def switch(self) -> None:
+        """Let the other half run; return when it switches back.
 
         Raises:
-            ValueError: inside a torch function or dispatch mode that began within the half, which
-                the other half would run under too.
+            ValueError: inside a torch function mode or dispatch mode that began within this half:
+                the other half would run under it too.
         """
         if self._open_modes() != self._modes:
             raise ValueError(
                 "attention runs inside a torch function or dispatch mode that its layer entered, "
-                "as with a context_fn of activation checkpointing: the other half of the batch "
-                "would run under it too; leave it out, or set longctx_overlap=none"
+                "as with a context_fn of activation checkpointing; the other half of the batch "
+                "would run under it too. Leave it out, or set longctx_overlap=none"
             )
-        self._hub.switch()
+        self._main.switch()
 
     def run(self) -> list[Any]:
-        """Both results.
+        """Run both halves to their end and return their results.
 
-        The first half starts from the thread's random state and leaves its own behind; the second
-        has one that is seeded from it.
+        The first half starts from the thread's random state, and what it leaves is the thread's
+        afterwards. The second half draws from generators of its own, seeded from the first's.
 
         Raises:
-            Whatever a half raises; the other half then ends where it is.
+            Whatever a half raises. The other half is then ended where it stands.
         """
+        # Drawn before the capture: the first half goes on in the same stream of numbers.
         seed = int(torch.randint(2**62, ()))
-        base = _ModeState.now()
-        states, results = [base, base.seeded(seed)], [None, None]
+        base = ThreadState.capture()
+        states = [base, replace(base, random=base.random.seeded(seed))]
+        results: list[Any] = [None, None]
         running = [0, 1]
         try:
             while running:
                 half = running.pop(0)
-                states[half].apply()
+                states[half].restore()
                 result = self._coroutines[half].switch()
-                states[half] = _ModeState.now()
+                states[half] = ThreadState.capture()
                 if self._coroutines[half].dead:
                     results[half] = result
                 else:
                     running.append(half)
         finally:
             for half in running:
-                states[half].apply()
-                self._coroutines[half].throw()  # ends it: its stack unwinds as at an error
-            base.random, base.random_cuda = states[0].random, states[0].random_cuda
-            base.apply()
+                # Its context managers unwind, as at an error, under the state that it left.
+                states[half].restore()
+                self._coroutines[half].throw()
+            replace(base, random=states[0].random).restore()
         return results
 
 
-logger = logging.getLogger(__name__)
-_BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
-
-
-def run_in_halves(model: nn.Module) -> None:
-    """Have a model's forward run a batch that comes in halves in turns, and others as before.
+def enable_pingpong(model: nn.Module) -> None:
+    """Make a model's forward run the two halves of a batch alternately, if the batch has halves.
 
     Args:
         model (`nn.Module`): The outermost module that is not yet wrapped for training. Only this
             instance changes, and nothing of it is saved.
 
     Raises:
-        ValueError: where its forward is no method of it.
+        ValueError: if its forward is not a method of it.
     """
-    inner: Any = getattr(model.forward, "__func__", None)
-    if inner is None:
-        raise ValueError(
-            f"forward of {type(model).__name__} was replaced by a {type(model.forward).__name__}, "
-            "so it cannot run the halves of a batch; load it without device_map, or set "
-            "longctx_overlap=none"
-        )
+    wrap_forward(
+        model,
+        _pingpong_forward,
+        purpose="run the halves of a batch",
+        remedy="load it without device_map, or set longctx_overlap=none",
+        mark="hf_longctx_pingpong",
+    )
 
-    @wraps(inner)
+
+def _pingpong_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         batch: LongCtxBatch | None = kwargs.get(KEY)
         if batch is None or not batch.halves:
-            return inner(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         parts = batch.parts
         given = _split(parts, kwargs)
-        turns = Turns(*(partial(inner, self, *args, **each) for each in given))
+        # Attention finds the switch on the part of the batch that it is given.
+        pingpong = PingPong(*(partial(original, self, *args, **each) for each in given))
         for part in parts:
-            part.turn = turns.turn
+            part.binding.turn = pingpong.switch
         try:
-            return _join(turns.run(), [part.layout.rows(part.rank) for part in parts])
+            return _join(pingpong.run(), [part.layout.rows(part.rank) for part in parts])
         finally:
+            # A recompute in backward runs outside the coroutines and must not switch.
             for part in parts:
-                part.turn = None
+                part.binding.turn = None
 
-    model.forward = MethodType(forward, model)
+    return forward
 
 
 def log_unsplit(batch: LongCtxBatch) -> None:
-    """Log a batch that has no halves, though they were asked for."""
+    """Log a batch that could not be split in halves and so runs without overlap."""
     if not batch.halves:
         lengths = batch.layout.lengths
         logger.info(
             "longctx_overlap=pingpong: a batch of %d documents over %d ranks, the longest with %d "
-            "of %d tokens, cannot be split by whole documents, each half with a quarter of the "
-            "tokens and one per rank; it runs without overlap",
+            "of %d tokens, cannot be split by whole documents into halves that each hold a quarter "
+            "of the tokens and one token per rank; it runs without overlap",
             len(lengths), batch.layout.ranks, lengths.max(), lengths.sum(),
         )  # fmt: skip
 
 
 def _split(parts: Sequence[LongCtxBatch], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The keyword arguments of each half's forward."""
+    """Return the keyword arguments of each half's forward."""
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
-        # a mean over this rank's targets is asked for, but each half would form one of its own
+        # The model would average over a half's targets; both must divide by those of the batch.
         kwargs["num_items_in_batch"] = kwargs["shift_labels"].ne(IGNORE).sum().clamp(min=1)
     each: list[dict[str, Any]] = [dict(kwargs, **{KEY: part}) for part in parts]
     rows = [part.layout.rows(part.rank) for part in parts]
@@ -216,38 +166,38 @@ def _split(parts: Sequence[LongCtxBatch], kwargs: dict[str, Any]) -> list[dict[s
 
 
 def _join(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
-    """One output: the loss is the sum, what has a row per token lies end to end, a cache is left
-    out.
+    """Make one output of two: add losses, concatenate what has a row per token, drop a cache.
 
     Raises:
-        ValueError: on an output that is neither, which nobody could read as that of one forward.
+        ValueError: on an output that is neither, which cannot be read as that of one forward.
     """
     joined = {}
     if not isinstance(outputs[0], Mapping):  # return_dict=False
-        raise _unjoined("all", outputs[0])
+        raise _cannot_join("all", outputs[0])
     for name in outputs[0]:
+        # A half's loss is already divided by the targets of the whole batch.
         values = [output[name] for output in outputs]
         if name == "loss":
             joined[name] = values[0] + values[1]
         elif isinstance(values[0], Tensor | tuple):
-            joined[name] = _rows(values, rows, name=name)
+            joined[name] = _join_rows(values, rows, name=name)
         elif name != "past_key_values":
-            raise _unjoined(name, values[0])
+            raise _cannot_join(name, values[0])
     return type(outputs[0])(**joined)
 
 
-def _rows(values: Sequence[Any], rows: Sequence[int], *, name: str) -> Any:
-    """`[1, T, ...]` of both halves, or tuples of such; what neither half gives stays `None`."""
+def _join_rows(values: Sequence[Any], rows: Sequence[int], *, name: str) -> Any:
+    """Concatenate `[1, T, ...]` of both halves, or tuples of such; `None` stays `None`."""
     if values[0] is None:
         return None
     if isinstance(values[0], tuple):
-        return tuple(_rows(pair, rows, name=name) for pair in zip(*values, strict=True))
+        return tuple(_join_rows(pair, rows, name=name) for pair in zip(*values, strict=True))
     if [value.shape[1:2] for value in values] != [(count,) for count in rows]:
-        raise _unjoined(name, values[0])
+        raise _cannot_join(name, values[0])
     return torch.cat(list(values), dim=1)
 
 
-def _unjoined(name: str, value: object) -> ValueError:
+def _cannot_join(name: str, value: object) -> ValueError:
     found = f"Tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     return ValueError(
         f"the model's output {name}={found} cannot be put together from two halves of a batch; "

@@ -1,8 +1,9 @@
-"""A layer's direction and its plan -> what an extra server is told of it, and what it understands.
+"""Tell an extra server what to compute: one request for each direction of each layer.
 
-Layer: runtime. The first rank of a group tells each server what comes: a header of one length, then
-the server's program where it does not know it. All else travels as the program says. Both sides
-keep the same last programs, so that neither asks the other what it knows.
+The first rank of a group sends each server a header of fixed length, then the server's program if
+it does not have it. Everything else travels as the program says. Both sides keep the same last
+programs, so that neither asks the other what it has.
+Layer: runtime.
 """
 
 import struct
@@ -22,9 +23,12 @@ from ..planning.planners.plan import Plan
 from ..planning.program.counts import Widths
 from ..planning.program.program import Program, pack, unpack
 
+# Sent as an index, so the order is part of the protocol.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = struct.Struct("<11q2d")
-_KEPT = 64  # programs that both sides keep: those of some batches, with a few layer kinds each
+# Programs that both sides keep: those of some batches, with a few layer kinds each. It is part of
+# the protocol: a side that kept fewer would not find a program that the other did not send.
+_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,9 @@ class Request:
     scoring: Scoring
 
     def header(self, digest: int, length: int) -> Tensor:
-        """The request for program `digest`, of which `length` bytes follow; uint8."""
+        """Encode the request for program `digest`, of which `length` bytes follow; uint8."""
         w, s = self.widths, self.scoring
+        # Numbers of fixed size, and nothing pickled: what arrives is never run.
         packed = _HEADER.pack(
             digest, length, self.backward, _DTYPES.index(self.dtype),
             w.heads, w.kv_heads, w.head_dim, w.value_dim, w.state,
@@ -55,7 +60,7 @@ class Request:
 
     @classmethod
     def read(cls, header: Tensor) -> "tuple[Request, int, int]":
-        """The request of a header, the program's digest, and the bytes of it that follow."""
+        """Decode a header: the request, the program's digest, and the bytes of it that follow."""
         digest, length, backward, dtype, *rest = _HEADER.unpack(header.numpy().tobytes())
         heads, kv_heads, head_dim, value_dim, state, window, causal, scale, softcap = rest
         widths = Widths(
@@ -65,8 +70,10 @@ class Request:
         return cls(bool(backward), widths, _DTYPES[dtype], scoring), digest, length
 
 
-class _Programs:
-    """The programs used last, by digest; trainers and server use, and so drop, the same ones."""
+class _RecentPrograms:
+    """The programs used last, by digest."""
+
+    # Trainers and server use the same programs in the same order, and so drop the same ones.
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, Program] = OrderedDict()
@@ -82,8 +89,8 @@ class _Programs:
             self._kept.popitem(last=False)
 
 
-class Caller:
-    """Tells one server what comes; the first rank of a group has one for each.
+class RequestSender:
+    """Sends requests to one server; the first rank of a group has one for each server.
 
     Args:
         bridge (`Channel`): To the server.
@@ -92,37 +99,39 @@ class Caller:
 
     def __init__(self, bridge: Channel, *, ranks: int) -> None:
         self.bridge, self.ranks = bridge, ranks
-        self._programs = _Programs()
-        self._under_way: list[Exchange] = []
+        self._programs = _RecentPrograms()
+        self._pending: list[Exchange] = []
 
-    def call(self, request: Request, program: Program) -> None:
-        """Post a request. Raises `ExchangeError` where the server is lost."""
+    def send(self, request: Request, program: Program) -> None:
+        """Post a request. Raises `ExchangeError` if the server is lost."""
         packed = pack(program)
         known = self._programs.find(packed.digest) is not None
         data = torch.from_numpy(packed.columns).view(torch.uint8)
-        parcels = [(self.ranks, request.header(packed.digest, 0 if known else data.numel()))]
+        sends = [(self.ranks, request.header(packed.digest, 0 if known else data.numel()))]
         if not known:
             self._programs.keep(packed.digest, program)
-            parcels.append((self.ranks, data))
-        self._under_way = [x for x in self._under_way if not x.done()]  # they hold what they send
-        self._under_way.append(self.bridge.post(parcels, [], what="a request"))
+            sends.append((self.ranks, data))
+        # Exchanges are kept until they are done: they hold the tensors that gloo still reads.
+        self._pending = [x for x in self._pending if not x.done()]
+        self._pending.append(self.bridge.post(sends, [], what="a request"))
 
 
-def call_servers(
-    channel: BridgedChannel, callers: Sequence[Caller], plan: Plan, request: Request
+def send_requests(
+    channel: BridgedChannel, senders: Sequence[RequestSender], plan: Plan, request: Request
 ) -> None:
-    """Tell each server that has a part in the plan; one that is lost is given up."""
-    for number, caller in enumerate(callers):
+    """Send a request to each server that has a part in the plan; give up one that is lost."""
+    for number, sender in enumerate(senders):
         program = plan.program(plan.layout.ranks + number)
+        # A server without exchanges has no part in the plan and is not woken.
         if pack(program).exchanges and number not in channel.lost:
             try:
-                caller.call(request, program)
+                sender.send(request, program)
             except ExchangeError as error:
                 channel.lose(number, error)
 
 
-class Hearer:
-    """The server's side: hears requests, in the order in which they were posted.
+class RequestReceiver:
+    """Receives the requests of a group, in the order in which they were posted.
 
     Args:
         bridge (`Channel`): To the trainers.
@@ -130,10 +139,10 @@ class Hearer:
 
     def __init__(self, bridge: Channel) -> None:
         self.bridge = bridge
-        self._programs = _Programs()
+        self._programs = _RecentPrograms()
 
-    def hear(self) -> tuple[Request, Program]:
-        """The next request; waits for it. Raises `ExchangeError` where the trainers are gone."""
+    def receive(self) -> tuple[Request, Program]:
+        """Wait for the next request. Raises `ExchangeError` if the trainers are gone."""
         header = torch.empty(_HEADER.size, dtype=torch.uint8)
         self.bridge.post([], [(0, header)], what="a request").wait()
         request, digest, length = Request.read(header)

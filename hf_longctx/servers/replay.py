@@ -9,17 +9,16 @@ nothing. Layer: servers.
 
 import copy
 import logging
-import random
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
 from ..data.batch import KEY, SavedAttention
+from ..runtime.thread_state import RandomState
 from .server_pool import MAX_SERVERS, ServerPool
 
 logger = logging.getLogger(__name__)
@@ -30,33 +29,11 @@ _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer co
 _COUNTS = ("_tr_loss", "_report", "_metrics", "_total_train_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class _RandomState:
-    """State of the generators that Trainer keeps in its checkpoints."""
-
-    python: Any
-    numpy: Any
-    cpu: Tensor
-    cuda: Tensor | None
-
-    @classmethod
-    def now(cls) -> "_RandomState":
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-
-
 @dataclass(slots=True)
 class _AccumulationWindow:
     """The micro-batches since the last optimizer step, and the state before the first of them."""
 
-    random: _RandomState
+    random: RandomState
     counts: dict[str, Any]
     steps: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = field(
         default_factory=list
@@ -65,7 +42,7 @@ class _AccumulationWindow:
     @classmethod
     def begin(cls, trainer: Any) -> "_AccumulationWindow":
         counts = {name: getattr(trainer, name) for name in _COUNTS if hasattr(trainer, name)}
-        return cls(_RandomState.now(), copy.deepcopy(counts))
+        return cls(RandomState.capture(torch_only=False), copy.deepcopy(counts))
 
     def rewind(self, trainer: Any, model: nn.Module) -> None:
         """Undo all micro-batches. May be called more than once."""
@@ -76,7 +53,9 @@ class _AccumulationWindow:
             setattr(trainer, name, value)
         for inputs, _, _ in self.steps:
             for part in inputs[KEY].parts:
-                part.saved = SavedAttention()  # its results were computed with the lost server
+                part.binding.saved = (
+                    SavedAttention()
+                )  # its results were computed with the lost server
 
 
 @dataclass(frozen=True, slots=True)

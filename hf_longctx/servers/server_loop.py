@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..comm.channels import Channel, ExchangeError
 from ..runtime.executor import Account, Execution, drive
-from ..runtime.requests import Hearer
+from ..runtime.requests import RequestReceiver
 from .handshake import HandshakeError, receive, send
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ def describe_report(report: Mapping[str, float]) -> str:
 
 def serve_requests(bridge: Channel, stats: ServerStats) -> None:
     """Answer requests until the trainers are gone. Raises `ExchangeError` then."""
-    hearer = Hearer(bridge)
+    receiver = RequestReceiver(bridge)
     while True:
-        request, program = hearer.hear()
+        request, program = receiver.receive()
         execution = Execution(
             program,
             widths=request.widths,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..comm.bridge import BridgedChannel
 from ..comm.channels import GlooChannel
 from ..runtime.executor import Runtime
-from ..runtime.requests import Caller
+from ..runtime.requests import RequestSender
 from .handshake import HandshakeError, ServerInfo, receive, send
 from .listener import Listener, WaitingServer, own_address
 from .rendezvous import (
@@ -45,13 +45,13 @@ class JoinedServer:
         info (`ServerInfo`): How it introduced itself.
         bridge (`Bridge`): Channel to it.
         waiting (`WaitingServer`, *optional*): Its control connection, on the first rank.
-        caller (`Caller`, *optional*): Sends it requests, on the first rank.
+        sender (`RequestSender`, *optional*): Sends it requests, on the first rank.
     """
 
     info: ServerInfo
     bridge: Bridge
     waiting: WaitingServer | None
-    caller: Caller | None
+    sender: RequestSender | None
 
     def disconnect(self) -> None:
         """Close this trainer's connections to it, which ends the server."""
@@ -223,8 +223,8 @@ class ServerPool:
         built = self._rendezvous.build(name)
         if built is not None:
             bridge, info = built
-            caller = Caller(bridge, ranks=self.ranks) if self.rank == 0 else None
-            self._roster.append(JoinedServer(info, bridge, waiting, caller))
+            sender = RequestSender(bridge, ranks=self.ranks) if self.rank == 0 else None
+            self._roster.append(JoinedServer(info, bridge, waiting, sender))
             self._connect()
         elif waiting is not None:
             waiting.disconnect()
@@ -236,7 +236,7 @@ class ServerPool:
         if before is not None:  # bytes are counted over the run, whatever the roster was
             channel.sent.update(before.sent)
         self.runtime.channel = channel
-        self.runtime.callers = tuple(s.caller for s in self._roster if s.caller is not None)
+        self.runtime.senders = tuple(s.sender for s in self._roster if s.sender is not None)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Remove servers from the roster and end them, whatever they still do.

@@ -13,13 +13,12 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..config import LongCtxArguments
 from ..data.collator import LongCtxCollator, PackDataset
 from ..data.documents import Documents
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
 from ..data.validate import validate_documents
-from ..planning.layouts.levels import Levels
+from ..planning.planners.options import PlanOptions
 from .groups import Group
 
 _PEEK = 8  # rows of a stream that trainers compare before the first step
@@ -206,28 +205,21 @@ class Loaders:
                 "process the same data, in the same order"
             )
 
-    def loader(
-        self, dataset: Any, *, name: str, training: bool, topology: Levels | None = None
-    ) -> DataLoader[Any]:
+    def loader(self, dataset: Any, *, training: bool, options: PlanOptions) -> DataLoader[Any]:
         """A data loader of packs: this rank's rows of each.
 
         Args:
             dataset: Rows of `input_ids` and optional `labels`; see `validate_documents`.
-            name (`str`): The attention name, which chooses the layout.
             training (`bool`): See `source`.
-            topology (`Levels`, *optional*): Nested domains of the group's ranks.
+            options (`PlanOptions`): What plans depend on, and the name of the layout.
         """
         arguments = self.arguments
         collator = LongCtxCollator(
             rank=self.group.rank,
             ranks=self.group.size,
-            layout=LongCtxArguments.layout_for(arguments, name),  # fields may be attached
-            tolerance=arguments.longctx_tolerance,
+            options=options,
             budget=self.budget,
-            halves=training and arguments.longctx_overlap == "pingpong",  # nothing overlaps alone
-            overlap=LongCtxArguments.plan_overlap(arguments, name),
-            topology=topology,
-            ulysses_size=arguments.longctx_ulysses_size,
+            halves=training and options.overlap == "pingpong",  # nothing overlaps alone
         )
         source = self.source(dataset, training=training)
         if isinstance(source, PackStream):

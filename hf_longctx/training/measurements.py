@@ -22,17 +22,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..attention.spec import layer_configs, layer_widths
+from ..attention.spec import layer_specs
 from ..comm.channels import Channel
-from ..comm.topology import Topology, gather, probe
+from ..comm.topology import Topology, gather, given_levels, probe
+from ..config import LongCtxArguments
 from ..data.batch import LongCtxBatch
 from ..kernels.kernel_calls import KernelTask, calls
 from ..kernels.softmax import Scoring, attend
 from ..planning.layouts.cost import CostTable
-from ..planning.layouts.levels import Levels
-from ..planning.predict.predict import BACKWARD, Auto, Machine
-from ..planning.predict.scan_schedule import NeighbourLink, Sizes
+from ..planning.layouts.levels import Levels, Machine, NeighbourLink
+from ..planning.planners.options import Auto, PlanOptions
+from ..planning.predict.predict import BACKWARD
+from ..planning.predict.scan_schedule import Sizes
 from ..planning.program.counts import Widths
+from ..support import NESTED
 from ..version import VERSION
 
 
@@ -86,7 +89,7 @@ def shared_costs(arguments: Any, *, model: Any, device: torch.device) -> CostTab
     given = {"table": "", "error": ""}
     if arguments.process_index == 0:
         dtype = torch.bfloat16 if arguments.bf16 else model.dtype
-        widths = layer_widths(layer_configs(model.config)[0], dtype=dtype)
+        widths = layer_specs(model.config)[0].widths(dtype)
         shape: dict[str, Any] = {n: getattr(widths, n) for n in ("heads", "kv_heads", "head_dim")}
         known_as: dict[str, Any] = {
             "device": device.type,
@@ -122,6 +125,34 @@ _ROWS = 512  # of the task that is timed: kernels have their speed by then
 _TIMES = 3
 
 
+def flag_options(
+    arguments: Any, *, name: str, ranks: int, costs: CostTable | None = None
+) -> PlanOptions:
+    """What plans depend on, as far as flags say it.
+
+    Args:
+        arguments: With `longctx_*` fields.
+        name (`str`): The attention name.
+        ranks (`int`): Ranks that share a batch.
+        costs (`CostTable`, *optional*): What `longctx_cost` names.
+
+    Raises:
+        ValueError: where the flags do not fit each other, or the ranks.
+    """
+    algorithm, size = LongCtxArguments.algorithm(arguments, name), arguments.longctx_ulysses_size
+    topology = given_levels(arguments.longctx_topology, ranks=ranks, ulysses_size=size)
+    return PlanOptions(
+        algorithm=algorithm,
+        layout=LongCtxArguments.layout_for(arguments, name),
+        tolerance=arguments.longctx_tolerance,
+        costs=costs,
+        overlap=arguments.longctx_overlap,
+        topology=topology if algorithm in NESTED else None,
+        ulysses_size=size,
+        scan=arguments.longctx_scan,
+    )
+
+
 def find_auto(topology: Topology, channel: Channel | None, *, model: Any, arguments: Any) -> Auto:
     """What a group's choices go by; all its ranks call this at once.
 
@@ -134,7 +165,7 @@ def find_auto(topology: Topology, channel: Channel | None, *, model: Any, argume
     dtype = torch.bfloat16 if arguments.bf16 else model.dtype
     if channel is None or not topology.rates:
         return Auto(itemsize=dtype.itemsize)
-    widths = layer_widths(layer_configs(model.config)[0], dtype=dtype)
+    widths = layer_specs(model.config)[0].widths(dtype)
     mine = torch.tensor([_entry_seconds(widths, dtype, arguments.device)], dtype=torch.float64)
     slowest = gather(channel, mine, ranks=topology.levels.ranks).max()
     machine = Machine(levels=topology.levels, links=topology.links, entry_seconds=float(slowest))
@@ -184,8 +215,8 @@ def log_choices(batch: LongCtxBatch, *, before: tuple[str, ...]) -> tuple[str, .
     Returns:
         The algorithms, for the next batch; `before` where nothing is chosen.
     """
-    chosen = [(kind, each) for part in batch.parts for kind, each in part.choices.items()]
-    names = tuple(choice.plan.algorithm for _, choice in chosen)
+    chosen = [(kind, each) for part in batch.parts for kind, each in part.binding.choices.items()]
+    names = tuple(choice.plan.options.algorithm for _, choice in chosen)
     if not names or names == before:
         return before
     for kind, choice in chosen:
@@ -216,7 +247,7 @@ def log_scans(
     Returns:
         Those that have been logged, for the next batch.
     """
-    for scan in batch.scans.values():
+    for scan in batch.binding.scans.values():
         if (scan.sizes, scan.ranks) not in before:
-            logger.info("longctx_scan=%s, %s", batch.scan, scan)
-    return before | {(scan.sizes, scan.ranks) for scan in batch.scans.values()}
+            logger.info("longctx_scan=%s, %s", batch.options.scan, scan)
+    return before | {(scan.sizes, scan.ranks) for scan in batch.binding.scans.values()}

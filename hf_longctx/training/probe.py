@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..attention.spec import layer_configs
-from ..data.batch import KEY, LongCtxBatch
+from ..attention.spec import layer_specs
+from ..data.batch import KEY, Binding, LongCtxBatch
 from ..data.documents import IGNORE
 from ..planning.layouts.layout import cut
 from ..recurrent.prepare import recurrent_layers
@@ -125,7 +125,7 @@ def _probe(model: Any, of: str, name: str) -> None:
     model.train()  # attention dropout shows here alone; the other comparisons are without
     output = model(**second)
     model.eval()
-    layers, account = _calls(model), second[KEY].runtime.account
+    layers, account = _calls(model), second[KEY].binding.runtime.account
     calls = f"{of} has {layers} layers but called {name} {account.calls} times for its documents"
     if account.calls > len(account.layers):
         raise ValueError(REPEATED.message(calls))
@@ -163,7 +163,7 @@ def _probe(model: Any, of: str, name: str) -> None:
 
 def _calls(model: Any) -> int:
     """How often one forward must reach our functions: in every softmax and recurrent layer."""
-    return len(layer_configs(model.config)) + len(recurrent_layers(model))
+    return len(layer_specs(model.config)) + len(recurrent_layers(model))
 
 
 def _difference(logits: Tensor, right: Tensor) -> float:
@@ -183,5 +183,5 @@ def _inputs(*documents: Tensor) -> dict[str, Any]:
         "position_ids": torch.from_numpy(layout.positions(0)).to(tokens.device)[None],
         "num_items_in_batch": torch.tensor(COUNT, device=tokens.device),
         "use_cache": False,
-        KEY: LongCtxBatch(layout, 0, runtime=Runtime()),
+        KEY: LongCtxBatch(layout, 0, binding=Binding(runtime=Runtime())),
     }

@@ -55,7 +55,7 @@ class StepReport:
         self.spanning += batch.layout.spanning_documents
         self.batches += 1
         self.halved += bool(batch.halves)
-        self.servers, ranks = len(batch.speeds), batch.layout.ranks
+        self.servers, ranks = len(batch.options.speeds), batch.layout.ranks
         for part, kind in product(batch.parts, set(kinds)):
             plan, layers = part.plan(algorithm, kind), kinds.count(kind)
             work = plan.work(balanced=True)

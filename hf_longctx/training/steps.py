@@ -5,19 +5,22 @@ channel, has the ranks compare its plan, and reports balance, bytes and waiting 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..attention.spec import layer_configs, layer_kinds, layer_widths
+from ..attention.spec import layer_specs
 from ..comm.topology import Topology
 from ..data.batch import KEY, LongCtxBatch
-from ..planning.layouts.cost import CostTable, LayerKind
-from ..planning.predict.predict import Auto
-from ..planning.predict.scan_schedule import NeighbourLink, Sizes
+from ..planning.layouts.cost import LayerKind
+from ..planning.layouts.levels import NeighbourLink
+from ..planning.planners.options import Auto, PlanOptions
+from ..planning.predict.scan_schedule import Sizes
 from ..planning.program.counts import Widths, by_level, peak_bytes
+from ..runtime.agreement import validate_agreement
 from ..runtime.pingpong import log_unsplit
 from .checks import WatchedStep, validate_positions
 from .measurements import BY_LINK, find_link, log_choices, log_scans
@@ -29,8 +32,8 @@ _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer co
 class StepsMixin(_Base):
     """Runs a Trainer's steps on shared batches."""
 
-    longctx_costs: CostTable | None
-    longctx_auto: Auto | None
+    longctx_options: PlanOptions
+    longctx_auto: Auto | None = None
     longctx_topology: Topology | None
     longctx_link: NeighbourLink | None = None  # between neighbours, once it was measured
     _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
@@ -57,23 +60,24 @@ class StepsMixin(_Base):
         validate_positions(batch.layout.lengths.tolist(), limit=self._position_limit)
         if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
-        batch.runtime, batch.costs = self.longctx_runtime, self.longctx_costs
-        batch.speeds, batch.auto = speeds, self.longctx_auto
-        batch.softmax, batch.scan = self.args.longctx_softmax, self.args.longctx_scan
-        batch.link = self.longctx_link
+        batch.bind(self.longctx_runtime, options=replace(self.longctx_options, speeds=speeds))
         if speeds and self.args.longctx_server_memory is not None:
-            configs, dtype = layer_configs(self.model.config), next(self.model.parameters()).dtype
-            widths = (layer_widths(config, dtype=dtype) for config in configs)
+            specs, dtype = layer_specs(self.model.config), next(self.model.parameters()).dtype
             limit_server_memory(
                 batch,
                 algorithm=self.longctx_algorithm,
-                layers=list(zip(layer_kinds(self.model.config), widths, strict=True)),
+                layers=[(spec.kind, spec.widths(dtype)) for spec in specs],
                 limit=self.args.longctx_server_memory,
             )
         if self.longctx_runtime.channel is not None:
-            kinds = set(layer_kinds(self.model.config))
-            digest = batch.digest(self.longctx_algorithm, kinds)
-            self.longctx_runtime.channel.agree(digest, what="the plan of a batch")
+            kinds = {spec.kind for spec in layer_specs(self.model.config)}
+            validate_agreement(
+                batch.fingerprints,
+                made=batch.digest(self.longctx_algorithm, kinds),
+                channel=self.longctx_runtime.channel,
+                ranks=self.longctx_group.size,
+                what="the plan of a batch",
+            )
             if self.args.process_index == 0:
                 self._chosen = log_choices(batch, before=self._chosen)
         return batch
@@ -92,7 +96,7 @@ class StepsMixin(_Base):
     ) -> Tensor:
         """One micro-batch, with this process's channel bound to it."""
         batch = self._bind(inputs, speeds=self.longctx_servers.speeds)
-        kinds = layer_kinds(self.model.config)
+        kinds = [spec.kind for spec in layer_specs(self.model.config)]
         self._report.add(batch, algorithm=self.longctx_algorithm, kinds=kinds)
         if self.args.longctx_overlap == "pingpong" and self.args.process_index == 0:
             log_unsplit(batch)
@@ -172,7 +176,7 @@ def limit_server_memory(
     layers: Sequence[tuple[LayerKind, Widths]],
     limit: int,
 ) -> None:
-    """Lower `batch.speeds` until no server holds more than `limit` bytes.
+    """Lower the speeds in `batch.options` until no server holds more than `limit` bytes.
 
     A plan gives a server work by its speed, so a server short of memory is planned as a slower one.
     Every rank finds the same speeds.
@@ -184,16 +188,18 @@ def limit_server_memory(
         limit (`int`): Bytes of queries, keys, values and results of one layer.
     """
     while True:
+        speeds = batch.options.speeds
         peaks = [
             _server_peak(batch, number, algorithm=algorithm, layers=layers)
-            for number in range(len(batch.speeds))
+            for number in range(len(speeds))
         ]
         if not peaks or max(peaks) <= limit:
             return
-        batch.speeds = tuple(
+        lowered = tuple(
             speed if peak <= limit else speed * _FIT * min(limit / peak, 1.0)
-            for speed, peak in zip(batch.speeds, peaks, strict=True)
+            for speed, peak in zip(speeds, peaks, strict=True)
         )
+        batch.bind(options=replace(batch.options, speeds=lowered))
 
 
 def _server_peak(

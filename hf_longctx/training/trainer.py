@@ -6,6 +6,7 @@ channel to each batch. Trainer's own loss arithmetic is exact here: every rank g
 server makes run again in `replay`, evaluation in `evaluation`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -19,9 +20,10 @@ from ..data.documents import columns_in
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
 from ..planning.layouts.levels import Levels
-from ..planning.predict.predict import Auto
+from ..planning.planners.options import PlanOptions
 from ..recurrent.prepare import prepare
-from ..runtime.pingpong import run_in_halves
+from ..runtime.agreement import validate_agreement
+from ..runtime.pingpong import enable_pingpong
 from ..servers.replay import ReplayMixin
 from ..support import (
     NAMES,
@@ -44,7 +46,7 @@ from .checks import (
 from .evaluation import EvaluationMixin, validate_loss
 from .groups import add_channels, find_group, make_runtime, make_server_pool
 from .loaders import Loaders
-from .measurements import find_auto, shared_costs
+from .measurements import find_auto, flag_options, shared_costs
 from .probe import probe, uses_all_parameters
 from .report import LongCtxCallback
 from .resume import restore_name, saved_arguments, validate_resumable, validate_same_data
@@ -83,7 +85,6 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             ulysses_size=self.args.longctx_ulysses_size,
         )
         self.longctx_topology: Topology | None = None
-        self.longctx_auto: Auto | None = None
         validate_wrappers(self)
         self.longctx_loaders = Loaders(
             self.args,
@@ -164,7 +165,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         probe(self.model, name=self.longctx_attention)
         if self.args.longctx_overlap == "pingpong":
             validate_pingpong(self.longctx_attention, trainer=self)
-            run_in_halves(self.model)
+            enable_pingpong(self.model)
         self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:
@@ -210,13 +211,24 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 "data_collator was replaced after the trainer was made, by one with another "
                 "padding token; pass it when the trainer is made"
             )
+        self.longctx_options = self._find_options()
+        return self.longctx_loaders.loader(dataset, training=training, options=self.longctx_options)
+
+    def _find_options(self) -> PlanOptions:
+        """What plans depend on: the flags, and what the ranks of the group measure together.
+
+        Raises:
+            ValueError: where the ranks were started with other flags.
+        """
+        name, ranks = self.longctx_attention, self.longctx_group.size
+        options = flag_options(self.args, name=name, ranks=ranks, costs=self.longctx_costs)
+        if (channel := self.longctx_runtime.channel) is not None:
+            # before anything is measured: flags decide whether a rank takes part in that
+            what = "the flags of their plans"
+            validate_agreement(options.fingerprints, channel=channel, ranks=ranks, what=what)
         self._find_link()
-        return self.longctx_loaders.loader(
-            dataset,
-            name=self.longctx_attention,
-            training=training,
-            topology=self._find_levels(),
-        )
+        levels = self._find_levels()
+        return replace(options, topology=levels, auto=self.longctx_auto, link=self.longctx_link)
 
     def _find_levels(self) -> Levels | None:
         """The nested domains of the group's ranks, under a name that looks at them; found once."""

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from ..attention.spec import log_whole_exchanges, validate_layer_heads
-from ..comm.topology import given_levels
 from ..config import LongCtxArguments
-from ..planning.layouts.levels import Levels
 from ..support import (
     recurrent_family,
     validate_model,
@@ -29,6 +27,7 @@ from ..support import (
     validate_pingpong,
     validate_unread_flags,
 )
+from ..training.measurements import flag_options
 from .fla_reference import naive_kernels
 from .rank_pool import RankPool
 from .ranks import Case, RankResult, run_rank
@@ -235,23 +234,17 @@ def verify(
     validate_layer_heads(config, name=arguments.algorithm(name), ranks=ranks, size=size)
     if arguments.longctx_overlap == "pingpong":
         validate_pingpong(name)
+    log_whole_exchanges(config, overlap=arguments.plan_overlap(name))
+    options = flag_options(arguments, name=name, ranks=ranks)
     case = Case(
         model=model,
         name=name,
-        layout=arguments.layout_for(name),
-        tolerance=arguments.longctx_tolerance,
+        options=options,
         dtype=dtype,
         lengths=_lengths(document_lengths, ranks=ranks),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
-        halves=arguments.longctx_overlap == "pingpong",
-        overlap=arguments.plan_overlap(name),
         servers=servers,
-        topology=given_levels(arguments.longctx_topology, ranks=ranks, ulysses_size=size),
-        ulysses_size=size,
-        softmax=arguments.longctx_softmax,
-        scan=arguments.longctx_scan,
     )
-    log_whole_exchanges(config, overlap=case.overlap)
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
     stock = run_reference(case, name="eager", dtype=torch.float32)
     single = errors(stock, twin)
@@ -259,7 +252,7 @@ def verify(
     if dtype == "bf16":
         plain = errors(run_reference(case, name="eager", dtype=DTYPES[dtype]), twin)
     kinds = ("reentrant", "nonreentrant") if checkpointing else ("none",)
-    used = {"ranks": ranks, "channels": (case.topology or Levels((ranks,))).channels}
+    used = {"ranks": ranks, "channels": options.levels(ranks).channels}
     own = pool or RankPool(ranks)
     report: dict[str, Any] = {}
     scans: dict[str, dict[str, Any]] = {}
@@ -286,9 +279,9 @@ def verify(
         "dtype": dtype,
         **report,
         "ranks": ranks,
-        "layout": case.layout,
+        "layout": options.layout,
         "overlap": arguments.longctx_overlap,
-        "topology": str(case.topology or f"{ranks} (auto: one domain)"),
+        "topology": str(options.topology or f"{ranks} (auto: one domain)"),
         "ulysses_size": arguments.longctx_ulysses_size,
         **({"scan": scans} if name == "zeco_linear" else {}),
         "logit_columns": len(case.columns),
@@ -317,7 +310,11 @@ def _report(
         "bytes_sent": sum(r.bytes_sent for r in results),
         "recompute_bytes": sum(r.recompute_bytes for r in both),
         **({"switches": sum(r.switches for r in results)} if case.halves else {}),
-        **({"head_groups": max(r.head_groups for r in results)} if case.overlap == "heads" else {}),
+        **(
+            {"head_groups": max(r.head_groups for r in results)}
+            if case.options.overlap == "heads"
+            else {}
+        ),
         "servers": case.servers,
         "tasks_on_servers": sum(r.tasks_on_servers for r in results),
     }

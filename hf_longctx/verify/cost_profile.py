@@ -25,6 +25,7 @@ from ..kernels.kernel_calls import KernelTask, calls
 from ..kernels.softmax import Scoring, attend, attend_grad
 from ..planning.layouts.cost import CostTable, LayerKind, max_over_mean
 from ..planning.layouts.layout import cut
+from ..planning.planners.options import PlanOptions
 from ..planning.planners.plan import make_plan
 from ..training.measurements import cost_file, save
 
@@ -222,9 +223,9 @@ def _compared(
     held = cut(lengths, ranks=ranks, layout=layout)
     kind = LayerKind(query_width=heads * head_dim, key_value_width=2 * kv_heads * head_dim)
     plans = {
-        "static": make_plan("distca", held, kind=kind, tolerance=float("inf")),
-        "entries": make_plan("distca", held, kind=kind),
-        "measured": make_plan("distca", held, kind=kind, costs=table),
+        "static": make_plan(held, kind=kind, options=PlanOptions(tolerance=float("inf"))),
+        "entries": make_plan(held, kind=kind, options=PlanOptions()),
+        "measured": make_plan(held, kind=kind, options=PlanOptions(costs=table)),
     }
     figures = {"entries_max_over_mean": plans["entries"].attention_max_over_mean()}
     errors = []
@@ -238,7 +239,8 @@ def _compared(
             taken[rank] = min(tasks.seconds() for _ in range(3))
         figures[f"seconds_max_over_mean_{name}"] = max_over_mean(taken)
         figures[f"busiest_seconds_{name}"] = float(taken.max())
-        predicted = replace(plan, costs=table).work(balanced=True)
+        by_table = replace(plan.options, costs=table)
+        predicted = replace(plan, options=by_table).work(balanced=True)
         figures[f"predicted_max_over_mean_{name}"] = max_over_mean(predicted)
         errors.append(float(np.abs(predicted / taken - 1).max()))
     return figures | {"prediction_error": max(errors)}

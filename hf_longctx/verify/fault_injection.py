@@ -28,7 +28,7 @@ import hf_longctx.attention.registration as registry
 
 from ..config import LongCtxTrainingArguments
 from ..planning.program.program import Program
-from ..runtime.requests import Caller, Request
+from ..runtime.requests import Request, RequestSender
 from ..support import validate_model, validate_name
 from ..training.trainer import LongCtxTrainer
 from .compare import ROWS, case_lengths
@@ -181,7 +181,7 @@ def _command_lines() -> Iterator[tuple[int, str]]:
 
 
 class _Strike(TrainerCallback):
-    """Stands for the first server's `Caller`, and strikes it in the middle of a step.
+    """Stands for the first server's `RequestSender`, and strikes it in the middle of a step.
 
     Args:
         trainer (`LongCtxTrainer`): The group's first one, which started that server.
@@ -195,15 +195,15 @@ class _Strike(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The servers have started."""
-        self.caller: Caller
+        self.sender: RequestSender
         runtime = self.trainer.longctx_runtime
-        self.caller, *others = runtime.callers
+        self.sender, *others = runtime.senders
         self.server = self.trainer.longctx_servers.process_ids[0]
-        runtime.callers = (self, *others)  # type: ignore[arg-type]
+        runtime.senders = (self, *others)  # type: ignore[arg-type]
 
-    def call(self, request: Request, program: Program) -> None:
+    def send(self, request: Request, program: Program) -> None:
         """Tell the server, and strike while it waits for what it was told of."""
-        self.caller.call(request, program)
+        self.sender.send(request, program)
         step = self.trainer.state.global_step
         self.requests[step] += request.backward == self.backward
         half = max(1, self.requests[0] // 2)

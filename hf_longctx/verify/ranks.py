@@ -17,15 +17,14 @@ from torch import Tensor
 
 import hf_longctx.attention.registration as registry
 
-from ..attention.spec import layer_configs, layer_kinds, layer_widths
+from ..attention.spec import layer_specs
 from ..data.batch import KEY, LongCtxBatch, halved
 from ..planning.layouts.layout import Halves, Layout, cut, halve
-from ..planning.layouts.levels import Levels
-from ..planning.predict.scan_schedule import NeighbourLink
+from ..planning.planners.options import PlanOptions
 from ..planning.program.counts import sent_in_layer
 from ..recurrent.prepare import prepare
 from ..runtime.executor import Runtime
-from ..runtime.pingpong import run_in_halves
+from ..runtime.pingpong import enable_pingpong
 from ..servers.server_pool import ServerPool
 from ..training.measurements import BY_LINK, find_link
 from .rank_pool import RankContext
@@ -41,46 +40,35 @@ class Case:
     Args:
         model (`str`): Checkpoint folder or config JSON.
         name (`str`): Attention name.
-        layout (`str`): Layout of the batches.
-        tolerance (`float`): Of the plan.
+        options (`PlanOptions`): What plans depend on, and the name of the layout.
         dtype (`str`): `float64`, `float32` or `bf16`.
         lengths (`tuple[tuple[int, ...], ...]`): Documents of each batch.
         vocab_size (`int`): Ids are drawn below it.
         checkpointing (`str`): `none`, `reentrant` or `nonreentrant`.
-        halves (`bool`): Run each batch that can be split as two halves in turns.
-        overlap (`str`): Of the plan.
         servers (`int`): Extra attention servers beside the ranks.
-        topology (`Levels`, *optional*): Nested domains of the ranks.
-        ulysses_size (`int`): Of the plan.
-        softmax (`str`): Who plans softmax layers under `zeco_linear`.
-        scan (`str`): Schedule of the scans of recurrent layers.
-        link (`NeighbourLink`, *optional*): Between neighbours, as the ranks measured it; scans go by it.
     """
 
     model: str
     name: str
-    layout: str
-    tolerance: float
+    options: PlanOptions
     dtype: str
     lengths: tuple[tuple[int, ...], ...]
     vocab_size: int
     checkpointing: str = "none"
-    halves: bool = False
-    overlap: str = "none"
     servers: int = 0
-    topology: Levels | None = None
-    ulysses_size: int = 1
-    softmax: str = "distca"
-    scan: str = "auto"
-    link: NeighbourLink | None = None
+
+    @property
+    def halves(self) -> bool:
+        """Whether each batch that can be split runs as two halves."""
+        return self.options.overlap == "pingpong"
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
         """How a batch is cut over the ranks, and its halves, where it has any."""
-        lengths = self.lengths[batch]
-        halves = halve(lengths, ranks=ranks, layout=self.layout) if self.halves else None
+        lengths, name = self.lengths[batch], self.options.layout
+        halves = halve(lengths, ranks=ranks, layout=name) if self.halves else None
         if halves:
             return halves.whole, halves
-        return cut(lengths, ranks=ranks, layout=self.layout, levels=self.topology), None
+        return cut(lengths, ranks=ranks, layout=name, levels=self.options.topology), None
 
     def documents(self, batch: int) -> list[np.ndarray]:
         """The ids of a batch's documents; the same everywhere."""
@@ -147,9 +135,10 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         enable({"use_reentrant": case.checkpointing == "reentrant"})
         model.enable_input_require_grads()
     if case.halves:
-        run_in_halves(model)
-    if case.name == "zeco_linear" and case.scan in BY_LINK and context.ranks > 1:
-        case = replace(case, link=find_link(context.channel, ranks=context.ranks))
+        enable_pingpong(model)
+    if case.name == "zeco_linear" and case.options.scan in BY_LINK and context.ranks > 1:
+        link = find_link(context.channel, ranks=context.ranks)
+        case = replace(case, options=replace(case.options, link=link))
     result, runtime = RankResult(), Runtime(channel=context.channel)
     probed = runtime.sent_bytes
     with precision(dtype), _servers(case, context, runtime) as servers:
@@ -171,10 +160,14 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
             _planned(part, model, dtype, process=context.rank) for part in parts
         )
         result.bytes_planned += runtime.account.planned_bytes
-        assert all(not part.saved.results for part in parts), "saved attention was not dropped"
-        plans = [plan for part in parts for plan in part._plans.values()]
+        assert all(not part.binding.saved.results for part in parts), (
+            "saved attention was not dropped"
+        )
+        plans = [plan for part in parts for plan in part.binding.plans.values()]
         result.head_groups = max((len(plan.groups) for plan in plans), default=0)
-        scans = sorted((s for part in parts for s in part.scans.values()), key=lambda s: s.ranks)
+        scans = sorted(
+            (s for part in parts for s in part.binding.scans.values()), key=lambda s: s.ranks
+        )
         result.scans = {str(scan.sizes): scan.figures() for scan in scans}
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -208,9 +201,10 @@ def _count_servers(
     result.bytes_sent += sum(int(report["sent"]) for report in servers.report())
     for batch in batches:
         ranks = batch.layout.ranks
-        for number in range(len(batch.speeds)):
+        for number in range(len(batch.options.speeds)):
             result.bytes_planned += _planned(batch, model, dtype, process=ranks + number)
-        for plan in (batch.plan("distca", kind) for kind in layer_kinds(model.config)):
+        for spec in layer_specs(model.config):
+            plan = batch.plan("distca", spec.kind)
             result.tasks_on_servers += int((plan.tasks[:, 4] >= ranks).sum())
 
 
@@ -220,21 +214,10 @@ def _inputs(case: Case, context: RankContext, servers: ServerPool, index: int) -
     rows = layout.flat_rows(context.rank)
     ids = np.concatenate(documents)
     targets = np.concatenate([np.append(d[1:], -100) for d in documents])
-    batch = LongCtxBatch(
-        layout,
-        context.rank,
-        tolerance=case.tolerance,
-        runtime=servers.runtime,
-        overlap=case.overlap,
-        topology=case.topology,
-        ulysses_size=case.ulysses_size,
-        softmax=case.softmax,
-        scan=case.scan,
-        link=case.link,
-    )
-    if halves:
-        batch.halves = halved(halves, context.rank, tolerance=case.tolerance)
-    batch.speeds = servers.speeds
+    options = replace(case.options, speeds=servers.speeds)
+    parts = halved(halves, context.rank, options=options) if halves else ()
+    batch = LongCtxBatch(layout, context.rank, options, halves=parts)
+    batch.bind(servers.runtime)
     return {
         "input_ids": torch.from_numpy(ids[rows])[None],
         "labels": torch.from_numpy(ids[rows])[None],
@@ -246,10 +229,11 @@ def _inputs(case: Case, context: RankContext, servers: ServerPool, index: int) -
 
 def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype, *, process: int) -> int:
     """Bytes that a rank's or server's programs send for one batch, over all layers."""
-    widths = [layer_widths(config, dtype=dtype) for config in layer_configs(model.config)]
-    plans = {plan.kind: plan for plan in batch._plans.values()}
-    programs = [plans[kind].program(process) for kind in layer_kinds(model.config)]
-    return sum(map(sent_in_layer, programs, widths))
+    plans = {plan.kind: plan for plan in batch.binding.plans.values()}
+    return sum(
+        sent_in_layer(plans[spec.kind].program(process), spec.widths(dtype))
+        for spec in layer_specs(model.config)
+    )
 
 
 def _leak(model: Any, case: Case, context: RankContext, servers: ServerPool) -> float:

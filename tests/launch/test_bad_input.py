@@ -1,4 +1,4 @@
-"""Wrong input -> a clear ValueError before the first step; a lost rank -> a quick end of all."""
+"""Reject wrong input before the first step, and end all ranks soon after one is lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Evaluation, best checkpoints, generation and adapters over 1, 2 and 3 trainers, against one
-process with stock attention that sees each document alone."""
+"""Compare evaluation, best checkpoints, generation and adapters over 1, 2 and 3 trainers with one
+process under stock attention that sees each document alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hf-longctx verify --kill`: what it reports of a server that dies, and what it refuses."""
+"""Kill a server under `hf-longctx verify --kill`: what it reports, and what it rejects."""
 
 from __future__ import annotations
 

@@ -16,13 +16,15 @@ import sys
 
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 
 kind = LayerKind(query_width=8192, key_value_width=4096)
 for algorithm in ("distca", "ring"):
     for layout in ("contiguous", "spread"):
         held = cut({[*chain(*GOLDEN_1)]}, ranks=4, layout=layout)
-        digest = make_plan(algorithm, held, kind=kind, tolerance=0.1).digest
+        options = PlanOptions(algorithm=algorithm, tolerance=0.1)
+        digest = make_plan(held, kind=kind, options=options).digest
         sys.stdout.write(str(digest) + chr(10))
 """
 

@@ -106,11 +106,11 @@ class Strikes(TrainerCallback):
         if self.name == "launcher":
             (self.folder.parent / f"ready{args.process_index}").write_text("")
             time.sleep(300)
-        callers = self.trainer.longctx_runtime.callers
+        senders = self.trainer.longctx_runtime.senders
         struck = {"lora": False, "fsdp2": True, "groups": False}
-        if callers and self.name in struck and (self.name != "groups" or args.process_index == 0):
-            told = Told(callers[0], self, backward=struck[self.name])
-            self.trainer.longctx_runtime.callers = (told, *callers[1:])
+        if senders and self.name in struck and (self.name != "groups" or args.process_index == 0):
+            told = Told(senders[0], self, backward=struck[self.name])
+            self.trainer.longctx_runtime.senders = (told, *senders[1:])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.speeds.append(self.trainer.longctx_servers.speeds)
@@ -141,15 +141,15 @@ class Strikes(TrainerCallback):
 
 @dataclass
 class Told:
-    """Stands for a server's `Caller`: strikes in the second step, while the server is asked."""
+    """Stands for a server's `RequestSender`: strikes in the second step, as the server is asked."""
 
-    caller: Any
+    sender: Any
     strikes: Strikes
     backward: bool
     calls: int = 0
 
-    def call(self, request: Any, program: Any) -> None:
-        self.caller.call(request, program)
+    def send(self, request: Any, program: Any) -> None:
+        self.sender.send(request, program)
         if self.strikes.trainer.state.global_step == STRUCK and request.backward == self.backward:
             self.calls += 1
             if self.calls == 2:

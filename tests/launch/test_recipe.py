@@ -1,4 +1,4 @@
-"""The recipe: what its files and flags lead to, and what they are refused for."""
+"""Run the recipe: what its files and flags lead to, and what they are rejected for."""
 
 from __future__ import annotations
 

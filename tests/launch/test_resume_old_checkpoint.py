@@ -1,4 +1,4 @@
-"""A checkpoint that an old commit saved: runs go on from it as that commit's did."""
+"""Resume from a checkpoint that an old commit saved, as that commit did."""
 
 from __future__ import annotations
 

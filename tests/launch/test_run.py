@@ -1,4 +1,4 @@
-"""Scripts that know nothing of the package, started by `hf_longctx.run`, beside a plain loop."""
+"""Run scripts that do not know the package through `hf_longctx.run`; compare with a plain loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a server joins a run: whom the trainers take in, what both sides say, who gives whom up."""
+"""Let servers join a run: whom trainers accept, what both sides log, and who gives whom up."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from hf_longctx.cli import main as cli
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.counts import Widths, peak_bytes
 from hf_longctx.planning.program.program import pack, unpack
 from hf_longctx.runtime.autograd import Layer, attend
 from hf_longctx.runtime.executor import Runtime
-from hf_longctx.runtime.requests import Request, _Programs, call_servers
+from hf_longctx.runtime.requests import Request, _RecentPrograms, send_requests
 from hf_longctx.servers import handshake
 from hf_longctx.servers import server_pool as module
 from hf_longctx.servers.handshake import HandshakeError, ServerInfo, introduce
@@ -157,13 +158,15 @@ def test_the_listener_is_on_one_interface(listener):
 def test_a_program_and_a_request_travel_unchanged():
     layout = cut([2000, 2, 900], ranks=3, layout="spread")
     rows = Rows.random(1)
-    plan = make_plan("distca", layout, kind=rows.kind(), tolerance=0.0, speeds=(1.0,))
+    plan = make_plan(layout, kind=rows.kind(), options=PlanOptions(tolerance=0.0, speeds=(1.0,)))
     program = plan.program(3)
     packed = pack(program)
     again = unpack(packed.columns)
     assert str(again) == str(program) and packed.exchanges
     assert pack(again).digest == packed.digest != pack(plan.program(0)).digest
-    alone = make_plan("distca", cut([8], ranks=1, layout="contiguous"), kind=rows.kind())
+    alone = make_plan(
+        cut([8], ranks=1, layout="contiguous"), kind=rows.kind(), options=PlanOptions()
+    )
     assert not pack(alone.program(0)).exchanges
     widths = Widths(heads=4, kv_heads=2, head_dim=8, value_dim=6)
     request = Request(True, widths, torch.bfloat16, Scoring(scale=0.1, window=9, softcap=30.0))
@@ -174,22 +177,22 @@ def test_a_program_and_a_request_travel_unchanged():
 def test_a_server_short_of_memory_gets_less_work(limit):
     rows = Rows.random(1)
     layout = cut([2000, 2, 900], ranks=2, layout="spread")
-    batch = LongCtxBatch(layout, 0, tolerance=0.0, speeds=(1.0, 1.0))
+    batch = LongCtxBatch(layout, 0, PlanOptions(tolerance=0.0, speeds=(1.0, 1.0)))
     layers = [(rows.kind(), rows.widths)] * 2
     limit_server_memory(batch, algorithm="distca", layers=layers, limit=limit)
     plan = batch.plan("distca", rows.kind())
     for server in (2, 3):
         for backward in (False, True):
             assert peak_bytes(plan.program(server), rows.widths, backward=backward) <= limit
-    assert (batch.speeds == (1.0, 1.0)) == (limit == 10**9)
+    assert (batch.options.speeds == (1.0, 1.0)) == (limit == 10**9)
     assert (plan.work(balanced=True)[2:].sum() > 0) == (limit > 1)
 
 
 def test_both_sides_forget_the_same_programs():
     layout = cut([8], ranks=1, layout="contiguous")
-    program = make_plan("distca", layout, kind=Rows.random(1).kind()).program(0)
+    program = make_plan(layout, kind=Rows.random(1).kind(), options=PlanOptions()).program(0)
     noise = np.random.default_rng(0)
-    sides = _Programs(), _Programs()
+    sides = _RecentPrograms(), _RecentPrograms()
     sent = 0
     for digest in noise.integers(0, 100, 1000).tolist():
         if sides[0].find(digest) is None:  # as the trainers do, then as the server does
@@ -208,11 +211,11 @@ def attend_once(context: RankContext, servers: ServerPool) -> float:
     rows = Rows.random(sum(LENGTHS))
     layout = cut(LENGTHS, ranks=context.ranks, layout="spread")
     speeds = servers.speeds
-    plan = make_plan("distca", layout, kind=rows.kind(), tolerance=0.0, speeds=speeds)
+    plan = make_plan(layout, kind=rows.kind(), options=PlanOptions(tolerance=0.0, speeds=speeds))
     runtime, program = servers.runtime, plan.program(context.rank)
     layer = Layer(program, runtime.channel, scoring(plan), runtime.account)
     if speeds:
-        layer.call = partial(call_servers, runtime.channel, runtime.callers, plan)
+        layer.call = partial(send_requests, runtime.channel, runtime.senders, plan)
     own = shard(layout, context.rank, rows)
     mine = differentiate(lambda q, k, v: attend(layer, q, k, v)[0], own)
     everyone: list[Any] = [None] * context.ranks

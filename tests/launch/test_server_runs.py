@@ -165,7 +165,7 @@ def test_b62_servers_end_with_a_trainer_that_is_killed(tmp_path):
         until(lambda: all(path.exists() for path in held), seconds=120)
         (server,) = [pid for pid in under_way.processes() if _serves(pid)]
         os.kill(int(held[0].read_text()), signal.SIGKILL)  # the trainer that started it
-        until(lambda: not Path(f"/proc/{server}").exists(), seconds=5)
+        until(lambda: not Path(f"/proc/{server}").exists(), seconds=30)
         until(lambda: not under_way.processes(), seconds=30)
         assert under_way.wait(seconds=10) != 0, under_way.printed()[-4000:]
 

@@ -1,4 +1,4 @@
-"""Trained models, step by step, against a plain loop in one process: over 1, 2 and 3 trainers."""
+"""Compare trained models step by step with a plain loop, over 1, 2 and 3 trainers."""
 
 from __future__ import annotations
 

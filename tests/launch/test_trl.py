@@ -1,4 +1,4 @@
-"""TRL's own training script, untouched, through `hf_longctx.run`, beside a plain loop."""
+"""Run TRL's own training script through `hf_longctx.run` and compare with a plain loop."""
 
 from __future__ import annotations
 

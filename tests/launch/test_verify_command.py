@@ -1,4 +1,4 @@
-"""`hf-longctx verify`: the bounds it judges by, its exit codes, and what it prints."""
+"""Run `hf-longctx verify`: the bounds it judges by, its exit codes, and what it prints."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tiny import CONFIGS
 
 from hf_longctx.cli import main as cli
 from hf_longctx.cli.verify import FIGURES, KILL_FIGURES
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.verify import compare
 from hf_longctx.verify.compare import bounds_of, broken
 from hf_longctx.verify.rank_pool import RankError
@@ -76,7 +77,7 @@ def test_an_infinite_error_fails_even_where_the_plain_path_has_one():
 
 def test_a_large_vocabulary_is_compared_in_some_of_its_logits():
     small, large = (
-        Case(model="", name="distca", layout="spread", tolerance=0.0, dtype="float64",
+        Case(model="", name="distca", options=PlanOptions(), dtype="float64",
              lengths=((2,),), vocab_size=size)
         for size in (64, 150_000)
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Causal families of Transformers, as small instances of their default configs -> each is exact
-over two ranks, or refused by name before anything runs.
+"""Check each causal family of Transformers, as a small instance of its default config: it is exact
+over two ranks, or rejected by name before anything runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tiny import alone, documents, run_ranks
 from transformers import AutoConfig
 
 import hf_longctx
-from hf_longctx.attention.spec import layer_kinds
+from hf_longctx.attention.spec import layer_specs
 from hf_longctx.verify.check import small_model
 from hf_longctx.verify.twins import draw_at_unit_gain
 
@@ -89,8 +89,10 @@ def test_families_that_work_are_exact(family: str) -> None:
     stock.set_attn_implementation("distca")
     found = run_ranks(stock, rows, ranks=2)
     assert found.error(right) < 1e-4
-    used = {plan.kind for batch in found.batches for plan in batch._plans.values()}
-    assert used == set(layer_kinds(stock.config))  # what training plans and compares ahead
+    used = {plan.kind for batch in found.batches for plan in batch.binding.plans.values()}
+    assert used == {
+        spec.kind for spec in layer_specs(stock.config)
+    }  # what training plans and compares ahead
 
 
 @pytest.mark.filterwarnings("ignore")

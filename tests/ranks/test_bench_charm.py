@@ -1,4 +1,4 @@
-"""The bench of `charm` at tiny sizes: bytes, work, equal results, quotients; never times."""
+"""Run the bench of `charm` at tiny sizes: bytes, work, equal results and quotients, never times."""
 
 from __future__ import annotations
 

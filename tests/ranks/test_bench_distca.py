@@ -1,4 +1,4 @@
-"""The bench of `distca` at tiny sizes: counts, bytes, balance, equal results; never times."""
+"""Run the bench of `distca` at tiny sizes: counts, bytes, balance, equal results, never times."""
 
 from __future__ import annotations
 

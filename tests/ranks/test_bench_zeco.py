@@ -1,4 +1,4 @@
-"""Benches of recurrent layers at tiny sizes: bytes, equal results, closed forms; never times."""
+"""Bench recurrent layers at tiny sizes: bytes, equal results, closed forms, never times."""
 
 from __future__ import annotations
 

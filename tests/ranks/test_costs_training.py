@@ -1,4 +1,4 @@
-"""`--longctx_cost measured`: every trainer plans by the first one's table, or refuses."""
+"""Plan by the first trainer's cost table on every trainer (`--longctx_cost measured`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def test_batches_are_planned_by_the_table(tmp_path, monkeypatch):
     bind = trainer._bind
     monkeypatch.setattr(trainer, "_bind", lambda *a, **k: bound.append(bind(*a, **k)) or bound[-1])
     trainer.train()
-    assert bound and {batch.costs for batch in bound} == {TABLE}
-    assert {plan.costs for batch in bound for plan in batch._plans.values()} == {TABLE}
+    assert bound and {batch.options.costs for batch in bound} == {TABLE}
+    assert {plan.options.costs for batch in bound for plan in batch.binding.plans.values()} == {
+        TABLE
+    }
 
 
 def test_a_missing_table_is_refused_with_the_command_that_makes_it(tmp_path, monkeypatch):

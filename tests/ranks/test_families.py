@@ -1,4 +1,4 @@
-"""Families whose attention differs from Llama's, and the score features that they need."""
+"""Compare families whose attention differs from Llama's, and the score features they need."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hf_longctx.kernels.reference import attention, partial
 from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import local_plan, make_plan
 from hf_longctx.planning.program.checker import check
 from hf_longctx.runtime.autograd import Layer, attend
@@ -153,7 +154,7 @@ def test_b19_documents_shorter_than_a_zigzag(lengths: list[int], rows: list[int]
     layout = cut(lengths, ranks=2, layout="zigzag")
     assert [layout.rows(rank) for rank in range(2)] == rows
     for name in ("distca", "ring"):
-        plan = make_plan(name, layout, kind=LayerKind())
+        plan = make_plan(layout, kind=LayerKind(), options=PlanOptions(algorithm=name))
         check(plan)
         given = Rows.random(sum(lengths), heads=2, kv_heads=1)
         assert run_threads(plan, given).results.error(reference(given, lengths)) < 1e-12
@@ -162,7 +163,7 @@ def test_b19_documents_shorter_than_a_zigzag(lengths: list[int], rows: list[int]
 def test_b23_uneven_zigzag_is_balanced_without_padding() -> None:
     layout = cut([2999], ranks=4, layout="zigzag")
     assert [layout.rows(rank) for rank in range(4)] == [750, 750, 750, 749]
-    plan = make_plan("ring", layout, kind=LayerKind())
+    plan = make_plan(layout, kind=LayerKind(), options=PlanOptions(algorithm="ring"))
     check(plan)
     assert plan.attention_max_over_mean() < 1.001
 

@@ -1,4 +1,4 @@
-"""Models of flash-linear-attention on a CPU: each document equals the library's naive functions."""
+"""Compare models of flash-linear-attention on a CPU with the library's naive functions."""
 
 from __future__ import annotations
 

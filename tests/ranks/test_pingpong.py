@@ -1,4 +1,4 @@
-"""Two halves in turns: the thread's state stays with each, and a model computes what it would."""
+"""Run two halves by turns: each keeps its state, and a model computes what it did without."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from hf_longctx.comm.channels import Hub, Payload, ThreadChannel
 from hf_longctx.data.batch import KEY
 from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.data.packing import Piece
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.runtime.executor import Runtime
-from hf_longctx.runtime.pingpong import Turns, _join, run_in_halves
+from hf_longctx.runtime.pingpong import PingPong, _join, enable_pingpong
 from hf_longctx.support import validate_pingpong
 from hf_longctx.verify import compare
 from hf_longctx.verify.rank_pool import RankContext
@@ -36,13 +37,13 @@ pytestmark = pytest.mark.usefixtures("references_once")
 SEEN: ContextVar[str] = ContextVar("seen", default="nothing")
 
 
-# Turns
+# Coroutines
 
 
 def both(first: Callable[[Callable[[], None]], Any], second: Any = None) -> list[Any]:
-    """What two functions of `turn` return."""
-    turns = Turns(lambda: first(turns.turn), lambda: (second or first)(turns.turn))
-    return turns.run()
+    """Return what two functions of `switch` return."""
+    halves = PingPong(lambda: first(halves.switch), lambda: (second or first)(halves.switch))
+    return halves.run()
 
 
 def test_halves_alternate_and_one_may_end_first():
@@ -169,7 +170,7 @@ def test_a_forward_that_is_no_method_is_refused():
     model = tiny("distca")
     model.forward = lambda **kwargs: None
     with pytest.raises(ValueError, match="forward of LlamaForCausalLM was replaced by a function"):
-        run_in_halves(model)
+        enable_pingpong(model)
 
 
 # The order of exchanges, over two ranks
@@ -204,7 +205,7 @@ def test_forward_and_backward_alternate_layer_by_layer(checkpointing):
                 {"use_reentrant": False, "preserve_rng_state": False}
             )
             model.enable_input_require_grads()
-        run_in_halves(model)
+        enable_pingpong(model)
         inputs = halved_inputs(rows, rank=rank, runtime=channels[rank].runtime, layout="contiguous")
         with precision(model.dtype):
             loss = model(**inputs, num_items_in_batch=1436).loss
@@ -225,11 +226,15 @@ def halved_inputs(
     """One rank of two, with all rows in one batch that has halves."""
     pack = tuple(Piece(document=d, start=0, stop=len(r["input_ids"])) for d, r in enumerate(rows))
     collator = LongCtxCollator(
-        rank=rank, ranks=2, layout=layout, tolerance=0.0, budget=0, halves=True
+        rank=rank,
+        ranks=2,
+        options=PlanOptions(layout=layout, tolerance=0.0),
+        budget=0,
+        halves=True,
     )
     inputs = collator([(pack, rows)])
     assert len(inputs[KEY].halves) == 2
-    inputs[KEY].runtime = runtime
+    inputs[KEY].bind(runtime)
     return inputs
 
 
@@ -267,7 +272,7 @@ def with_dropout(context: RankContext, *, kind: str) -> Trained:
         options = {"use_reentrant": kind == "reentrant"}
         model.activation_checkpointing_enable(options)
         model.enable_input_require_grads()
-        run_in_halves(model)
+        enable_pingpong(model)
     runtime = Runtime(channel=context.channel)
     rows = documents([300, 40, 180, 120])
     inputs = halved_inputs(rows, rank=context.rank, runtime=runtime)
@@ -350,7 +355,7 @@ def test_a_name_without_phases_is_refused(rank_pool):
 
 def test_evaluation_and_generation_see_the_model_as_it_was():
     model, plain = tiny("distca").eval(), tiny("distca").eval()
-    run_in_halves(model)
+    enable_pingpong(model)
     inputs = collate(documents([9, 4]))
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, plain(**inputs).logits)

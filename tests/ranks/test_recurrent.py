@@ -1,4 +1,4 @@
-"""Recurrent layers on one process: packed documents equal each alone, other calls are as before."""
+"""Run recurrent layers on one process: packed documents equal each alone, other calls stay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tiny import alone, documents, positions, run_ranks, tiny, twin
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from hf_longctx import prepare
-from hf_longctx.attention.spec import layer_kinds
+from hf_longctx.attention.spec import layer_specs
 from hf_longctx.recurrent import packed_layer
 from hf_longctx.recurrent.prepare import prepared, recurrent_layers
 from hf_longctx.verify.twins import REFERENCE, precision
@@ -43,7 +43,7 @@ def test_b42_b48_outputs_and_gradients_equal_documents_alone(family, reentrant):
     found = run_ranks(model, BATCHES, ranks=1, layout="contiguous", checkpointing=checkpointing)
     assert found.error(twin(BATCHES, family=family)) <= EXACT
     account = found.runtimes[0].account
-    layers = len(layer_kinds(model.config)) + len(recurrent_layers(model))
+    layers = len(layer_specs(model.config)) + len(recurrent_layers(model))
     assert account.calls == len(BATCHES) * layers
     assert account.recomputed == (0 if reentrant is None else account.calls)
 
@@ -160,7 +160,7 @@ def test_positions_of_images_in_packed_documents():
     axes = PACKED.expand(3, -1, -1).clone()
     axes[1, 0, 2:5] = 2  # an image of the first document
     logits(model, input_ids=IDS[:, :7], position_ids=axes[..., :7])
-    with pytest.raises(ValueError, match="start again within a row, and no row of them counts"):
+    with pytest.raises(ValueError, match="restart within a row, and no row of them counts"):
         logits(model, input_ids=IDS, position_ids=axes)
     found = logits(model, input_ids=IDS, position_ids=axes, cu_seq_lens_q=BOUNDS)
     right = logits(model, input_ids=IDS[:, 8:48], position_ids=axes[..., 8:48])

@@ -1,4 +1,4 @@
-"""Models with recurrent layers over ranks: the outputs and gradients of one process, no leak."""
+"""Run models with recurrent layers over ranks: outputs and gradients of one process, no leak."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def test_reentrant_recomputes_within_each_other_over_ranks() -> None:
     given = {"ranks": 3, "layout": "contiguous", "checkpointing": {"use_reentrant": True}}
     found = run_ranks(model, batches, **given)
     assert found.error(twin(batches, family="zamba2")) <= 1e-9
-    assert all(not batch.saved.results for batch in found.batches)
+    assert all(not batch.binding.saved.results for batch in found.batches)
     assert all(runtime.account.recompute_bytes == 0 for runtime in found.runtimes)

@@ -1,4 +1,4 @@
-"""`hf-longctx verify --attn_implementation zeco_linear` holds its bounds for every family."""
+"""Verify `zeco_linear` for every family: `hf-longctx verify` holds its bounds."""
 
 from __future__ import annotations
 

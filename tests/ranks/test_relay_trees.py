@@ -23,6 +23,7 @@ from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.intervals import intersect
 from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, PlacedSegment, cut
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.checker import check, lock_step
 from hf_longctx.planning.program.counts import (
@@ -104,7 +105,7 @@ def ways_over(levels: Levels, *, pieces: int = 2, window: int = 4) -> Ways:
 def relay_plan(lengths: Sequence[int], *, layout: str, ways: Ways, kind: LayerKind) -> Plan:
     """The plan in which chunks go these ways."""
     held = cut(lengths, ranks=len(ways.trees), layout=layout)
-    base = make_plan("ring", held, kind=kind)
+    base = make_plan(held, kind=kind, options=PlanOptions(algorithm="ring"))
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     programs = tuple(_Rank(held, r, kind, ways).build() for r in range(held.ranks))
     return Made(**fields, programs=programs)
@@ -340,7 +341,7 @@ def test_no_thread_waits_where_nothing_is_relayed_nor_when_all_is_done() -> None
         hub = LateHub(4, seed=0)
         run_threads(plan, rows, channels=[Watched(hub, r) for r in range(4)])
         assert bool(seen) == expected
-    ends = time.monotonic() + 5.0
+    ends = time.monotonic() + 60.0
     while arrivals() and time.monotonic() < ends:
         time.sleep(0.001)
     assert not arrivals()
@@ -350,7 +351,7 @@ def replace_by_ring(plan: Plan) -> Plan:
     """A plan without relays on the same layout."""
     from hf_longctx.planning.planners.plan import make_plan
 
-    return make_plan("ring", plan.layout, kind=plan.kind)
+    return make_plan(plan.layout, kind=plan.kind, options=PlanOptions(algorithm="ring"))
 
 
 # Errors
@@ -374,7 +375,7 @@ def test_a_lost_peer_is_named_at_the_next_wait() -> None:
     with pytest.raises(ExchangeError, match=expected):
         for exchange in run.phase(0):
             exchange.wait()
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 10.0
 
 
 def of_rank_0(ops: tuple[Op, ...], channel: ThreadChannel) -> Execution:

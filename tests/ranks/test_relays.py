@@ -1,4 +1,4 @@
-"""charm and ring as they run: exact, with the bits, bytes and peaks of the plan at any timing."""
+"""Run charm and ring: exact, with the bits, bytes and peaks of the plan at any timing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from late_channels import LateHub, assert_delays_change_nothing
 from hf_longctx.comm.channels import sent_over_all
 from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.hierarchical_units import queries_are_lighter
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.counts import sent_in_layer
 from hf_longctx.runtime.executor import Account
@@ -43,7 +45,9 @@ def test_ranks_compute_what_one_process_does(name: str, sizes: tuple[int, ...]) 
         lengths = documents(levels, layout=layout)
         rows = Rows.random(sum(lengths), heads=8, kv_heads=kv_heads)
         held = cut(lengths, ranks=levels.ranks, layout=layout)
-        plan = make_plan(name, held, kind=rows.kind(**sees), topology=levels)
+        plan = make_plan(
+            held, kind=rows.kind(**sees), options=PlanOptions(algorithm=name, topology=levels)
+        )
         with nan_memory():
             ours = run_lock_step(plan, rows, seed=turn)
         assert ours.error(reference(rows, lengths, **sees)) < 1e-12, (kv_heads, sees, layout)
@@ -56,8 +60,10 @@ def test_random_delays_of_each_message_leave_bits_bytes_and_peaks(
     lengths, levels = [57, 1, 40, 23], Levels((2, 2))
     rows = Rows.random(sum(lengths), kv_heads=kv_heads, dtype=torch.float32)
     held = cut(lengths, ranks=4, layout="zigzag")
-    plan = make_plan("charm", held, kind=rows.kind(), topology=levels)
-    assert plan.moves_queries == (kv_heads == 2)
+    plan = make_plan(
+        held, kind=rows.kind(), options=PlanOptions(algorithm="charm", topology=levels)
+    )
+    assert queries_are_lighter(plan.layout, plan.kind, levels=plan.levels) == (kv_heads == 2)
     assert all(plan.program(rank).relayed(backward=b) for rank in range(4) for b in (False, True))
     found = assert_delays_change_nothing(plan, rows, seeds=5, pool=rank_pool)
     assert found.error(reference(rows, lengths)) < 1e-4
@@ -85,7 +91,11 @@ def test_two_hundred_plans_end_and_send_what_is_planned(
     levels, rows = Levels(sizes), Rows.random(sum(lengths), kv_heads=kv_heads)
     held = cut(lengths, ranks=levels.ranks, layout="zigzag", levels=levels)
     size = 2 if by_heads and sizes[-1] % 2 == 0 else 1
-    plan = make_plan(name, held, kind=rows.kind(**sees), topology=levels, ulysses_size=size)
+    plan = make_plan(
+        held,
+        kind=rows.kind(**sees),
+        options=PlanOptions(algorithm=name, topology=levels, ulysses_size=size),
+    )
     channels = LateHub(levels.ranks, seed=seed).channels()
     ours = run_lock_step(plan, rows, seed=seed, channels=channels)
     assert ours.error(reference(rows, lengths, **sees)) < 1e-12
@@ -100,7 +110,9 @@ def test_ranks_hold_no_more_where_there_are_more(kv_heads: int) -> None:
         ranks = Levels(sizes).ranks
         rows = Rows.random(32 * ranks, kv_heads=kv_heads)
         layout = cut([32 * ranks], ranks=ranks, layout="zigzag")
-        plan = make_plan("charm", layout, kind=rows.kind(), topology=Levels(sizes))
+        plan = make_plan(
+            layout, kind=rows.kind(), options=PlanOptions(algorithm="charm", topology=Levels(sizes))
+        )
         account = held[ranks] = Account()  # peaks of the rank that holds most
         run_lock_step(plan, rows, account=account)
     chunk = 32 * rows.widths.row("kv")

@@ -1,4 +1,4 @@
-"""`--longctx_scan auto`: a measured link -> one schedule on every rank, and a line about it."""
+"""Choose one schedule on every rank by the measured link (`--longctx_scan auto`), and log it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from helpers import threads
 from hf_longctx.comm import topology
 from hf_longctx.comm.channels import Hub
 from hf_longctx.data.batch import LongCtxBatch
-from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.layouts.levels import NeighbourLink
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.state_scan import State
-from hf_longctx.planning.predict.scan_schedule import NeighbourLink, Sizes
+from hf_longctx.planning.predict.scan_schedule import Sizes
 from hf_longctx.training.measurements import find_link, log_scans
 
 DELTA = Sizes(State(128, "matrix"), 32, 128)  # 2 MiB
@@ -25,23 +26,26 @@ FAST, SLOW = NeighbourLink(1e-3, 40e9), NeighbourLink(1e-4, 1e8)
 def batch(
     link: NeighbourLink | None, *, ranks: int = 8, lengths: tuple[int, ...] = (64,)
 ) -> LongCtxBatch:
-    return LongCtxBatch(cut(lengths, ranks=ranks, layout="contiguous"), 0, link=link)
+    layout = cut(lengths, ranks=ranks, layout="contiguous")
+    return LongCtxBatch(layout, 0, PlanOptions(link=link))
 
 
 def test_the_link_decides() -> None:
     for link, name in ((FAST, "allgather"), (SLOW, "chain"), (None, "chain")):
         given = batch(link)
         assert given.scan_program(DELTA) is not None
-        taken = given.scans[DELTA]
+        taken = given.binding.scans[DELTA]
         assert (taken.schedule.name, taken.ranks) == (name, 8)
         assert (taken.link, taken.measured) == (link or NeighbourLink(), link is not None)
 
 
-def test_a_link_stays_with_its_process_and_ranks_that_differ_are_found_out() -> None:
-    sent = pickle.loads(pickle.dumps(batch(FAST)))
-    assert sent.link is None and not sent.scans
-    digests = {batch(link).digest("distca", [LayerKind()]) for link in (FAST, SLOW, None)}
-    assert len(digests) == 3
+def test_choices_stay_with_their_process_and_ranks_that_differ_are_found_out() -> None:
+    given = batch(FAST)
+    assert given.scan_program(DELTA) is not None and given.binding.scans
+    sent = pickle.loads(pickle.dumps(given))
+    assert not sent.binding.scans and not sent.binding.programs
+    found = [batch(link).fingerprints for link in (FAST, SLOW, None)]
+    assert len({tuple(each.values()) for each in found}) == 3
 
 
 def test_all_ranks_go_by_the_slowest_one(monkeypatch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Strangers at the door of a run with servers, and servers that do not come."""
+"""Reject strangers who connect to a run with servers, and report servers that do not start."""
 
 from __future__ import annotations
 

@@ -23,9 +23,10 @@ from hf_longctx.comm.channels import Channel, Hub, sent_over_all
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels import reference as linear_reference
 from hf_longctx.planning.layouts.layout import Layout, cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.state_scan import State, scan_program
 from hf_longctx.planning.predict.scan_schedule import Sizes
-from hf_longctx.recurrent.packed_layer import convolve, recurrent
+from hf_longctx.recurrent.packed_layer import run_convolution, run_recurrence
 from hf_longctx.runtime.executor import Account, Runtime
 from hf_longctx.verify.rank_pool import RankContext
 
@@ -154,18 +155,19 @@ class Case:
         """One rank's share, forward; what is returned does the rest."""
         account = Account()
         runtime = Runtime(channel=channel, account=account)
-        batch = LongCtxBatch(self.layout, rank, runtime=runtime, scan=self.scan)
+        batch = LongCtxBatch(self.layout, rank, PlanOptions(scan=self.scan))
+        batch.bind(runtime)
         if self.pieces:
             decay = "matrix" if self.given.beta.shape[1] else "row"
             sizes = Sizes(State(ROWS, decay), HEADS, self.given.v.shape[2], 8)
-            batch._programs[sizes] = scan_program(
+            batch.binding.programs[sizes] = scan_program(
                 self.layout, rank=rank, state=sizes.state, schedule="chain", pieces=self.pieces
             )
 
         def layer(q, k, v, log_decay, beta, x, weight, bias):  # type: ignore[no-untyped-def]
             rate = beta if beta.shape[1] else None
-            mixed = convolve(batch, self.module, x, weight, bias)
-            return recurrent("s", batch, self.module, q, k, v, log_decay, rate), mixed
+            mixed = run_convolution(batch, self.module, x, weight, bias)
+            return run_recurrence("s", batch, self.module, q, k, v, log_decay, rate), mixed
 
         def recomputed(**leaves: Tensor) -> tuple[Tensor, Tensor]:
             reentrant = self.checkpointing == "reentrant"
@@ -181,7 +183,7 @@ class Case:
         def finish() -> Ran:
             results = backward()
             sent = sent_over_all(channel) - before
-            kept = len(batch.saved.results)
+            kept = len(batch.binding.saved.results)
             return Ran(results=results, account=account, sent=sent, kept=kept)
 
         return finish

@@ -1,4 +1,4 @@
-"""`verify`: models over gloo ranks are exact, and what is made wrong in a rank is seen."""
+"""Verify models over gloo ranks: they are exact, and faults put into a rank are found."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hf_longctx.attention import hook
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.kernels import softmax
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.runtime.autograd import attend
 from hf_longctx.verify import compare
@@ -197,8 +198,9 @@ def one_document() -> Any:
     def plan(batch: LongCtxBatch, algorithm: str, kind: Any) -> Any:
         lengths, ranks = [int(batch.layout.lengths.sum())], batch.layout.ranks
         joined = cut(lengths, ranks=ranks, layout="contiguous")
-        batch._plans[algorithm, kind, ()] = make_plan(algorithm, joined, kind=kind)
-        return batch._plans[algorithm, kind, ()]
+        options = PlanOptions(algorithm=algorithm)
+        plans = batch.binding.plans
+        return plans.setdefault((options, kind), make_plan(joined, kind=kind, options=options))
 
     return replaced(LongCtxBatch, "plan", plan)
 
@@ -209,10 +211,9 @@ def no_exchange() -> Any:
     def plan(batch: LongCtxBatch, algorithm: str, kind: Any) -> Any:
         lengths = [s.stop - s.start for s in batch.layout.segments]
         apart = cut(lengths, ranks=batch.layout.ranks, layout="contiguous")
-        batch._plans[algorithm, kind, ()] = make_plan(
-            algorithm, apart, kind=kind, tolerance=float("inf")
-        )
-        return batch._plans[algorithm, kind, ()]
+        options = PlanOptions(algorithm=algorithm, tolerance=float("inf"))
+        plans = batch.binding.plans
+        return plans.setdefault((options, kind), make_plan(apart, kind=kind, options=options))
 
     return replaced(LongCtxBatch, "plan", plan)
 
@@ -242,9 +243,9 @@ def sent_twice() -> Any:
     """A message is counted twice, as if it had been sent again."""
     plain = hook._with_batch
 
-    def again(algorithm: str, module: Any, batch: LongCtxBatch, *given: Any) -> Any:
-        out = plain(algorithm, module, batch, *given)
-        batch.runtime.channel.sent[0] += 1
+    def again(bound: Any, module: Any, batch: LongCtxBatch, *given: Any) -> Any:
+        out = plain(bound, module, batch, *given)
+        batch.binding.runtime.channel.sent[0] += 1
         return out
 
     return replaced(hook, "_with_batch", again)

@@ -1,4 +1,4 @@
-"""Flags and training arguments -> a clear ValueError for each wrong value, also from code."""
+"""Reject each wrong flag and training argument with a clear ValueError, also from code."""
 
 from __future__ import annotations
 

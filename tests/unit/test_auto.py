@@ -1,4 +1,4 @@
-"""`--longctx_topology auto`: measured links and a timed kernel -> the same choice on every rank."""
+"""Choose alike on every rank by measured links and a timed kernel (`--longctx_topology auto`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from hf_longctx.comm.topology import LinkRate, Topology
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.planning.layouts.cost import CostTable, LayerKind
 from hf_longctx.planning.layouts.layout import Layout, cut
-from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.layouts.levels import Levels, Link, Machine
+from hf_longctx.planning.planners.options import Auto, PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
-from hf_longctx.planning.predict.predict import Auto, Link, Machine, chosen
+from hf_longctx.planning.predict.predict import Choice, choose_plan
 from hf_longctx.planning.program.checker import check
 from hf_longctx.training import measurements as training
 from hf_longctx.training.measurements import find_auto, log_choices
@@ -39,6 +40,20 @@ def auto(*, across: float, entry_seconds: float = 1e-9) -> Auto:
     return Auto(itemsize=2, machine=machine)
 
 
+def chosen(
+    layout: Layout,
+    given: Auto,
+    *,
+    kind: LayerKind = KIND,
+    topology: Levels = LEVELS,
+    ulysses_size: int = 1,
+) -> Choice:
+    options = PlanOptions(
+        algorithm="charm", auto=given, topology=topology, ulysses_size=ulysses_size
+    )
+    return choose_plan(layout, kind=kind, options=options)
+
+
 SLOW, FAST = auto(across=1e6), auto(across=1e9, entry_seconds=1e-6)
 
 
@@ -46,16 +61,18 @@ SLOW, FAST = auto(across=1e6), auto(across=1e9, entry_seconds=1e-6)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_chosen_plan_is_the_one_that_its_name_makes(given: Auto, name: str, size: int) -> None:
     held = one_document(64)
-    choice = chosen(held, given, kind=KIND, levels=LEVELS, ulysses_size=size)
-    forced = make_plan(name, held, kind=KIND, topology=LEVELS, ulysses_size=size)
-    assert (choice.plan.algorithm, choice.plan.digest) == (name, forced.digest)
+    choice = chosen(held, given, ulysses_size=size)
+    forced = make_plan(
+        held, kind=KIND, options=PlanOptions(algorithm=name, topology=LEVELS, ulysses_size=size)
+    )
+    assert (choice.plan.options.algorithm, choice.plan.digest) == (name, forced.digest)
     check(choice.plan)
     assert set(choice.seconds) == {"ring", "charm"}
     assert str(choice).startswith(f"{name}, as charm is predicted to gain ")
 
 
 def test_programs_that_were_built_to_predict_are_kept() -> None:
-    plan = chosen(one_document(), SLOW, kind=KIND, levels=LEVELS).plan
+    plan = chosen(one_document(), SLOW).plan
     assert list(plan._programs) == [0, 4]  # the first rank of each domain
     assert plan.program(4) is plan._programs[4]
 
@@ -72,31 +89,33 @@ def test_gradients_that_a_peer_sends_last_are_waited_for(size: int) -> None:
     links = (Link(1e6, float(size)), Link(1e9, 1.0))
     machine = Machine(levels=levels, links=links, entry_seconds=1e-12)
     given = Auto(itemsize=4, machine=machine)
-    choice = chosen(held, given, kind=kind, levels=levels, ulysses_size=size)
-    assert choice.plan.algorithm == "charm"
+    choice = chosen(held, given, kind=kind, topology=levels, ulysses_size=size)
+    assert choice.plan.options.algorithm == "charm"
     assert choice.seconds["ring"].layer == pytest.approx(12.6, rel=0.01)
 
 
 def test_without_measured_links_the_flat_ring_runs() -> None:
-    choice = chosen(one_document(), Auto(itemsize=2), kind=KIND, levels=Levels((8,)))
-    assert choice.plan.algorithm == "ring" and not choice.seconds
+    choice = chosen(one_document(), Auto(itemsize=2), topology=Levels((8,)))
+    assert choice.plan.options.algorithm == "ring" and not choice.seconds
     assert str(choice) == "ring, as all ranks share one place, where no link was measured"
 
 
 def batch(given: Auto | None, layout: Layout | None = None) -> LongCtxBatch:
-    return LongCtxBatch(layout or one_document(), 0, topology=LEVELS, auto=given)
+    options = PlanOptions(algorithm="charm", topology=LEVELS, auto=given)
+    return LongCtxBatch(layout or one_document(), 0, options)
 
 
 def test_a_batch_plans_by_prediction_only_under_charm_and_auto() -> None:
     by_prediction = batch(FAST)
-    assert by_prediction.plan("charm", KIND).algorithm == "ring"
+    assert by_prediction.plan("charm", KIND).options.algorithm == "ring"
     assert by_prediction.plan("charm", KIND) is by_prediction.plan("charm", KIND)
-    assert by_prediction.plan("ulysses", KIND).algorithm == "ulysses"
-    assert batch(None).plan("charm", KIND).algorithm == "charm"  # a topology that was given
-    digests = {batch(given).digest("charm", [KIND]) for given in (FAST, SLOW, None)}
-    assert len(digests) == 2  # ranks that choose differently are found out
+    assert by_prediction.plan("ulysses", KIND).options.algorithm == "ulysses"
+    assert batch(None).plan("charm", KIND).options.algorithm == "charm"  # a topology that was given
+    found = [batch(given) for given in (FAST, SLOW, None)]
+    assert len({each.plan("charm", KIND).options for each in found}) == 2
+    assert len({tuple(each.fingerprints.values()) for each in found}) == 3  # what they go by, too
     sent = pickle.loads(pickle.dumps(by_prediction))
-    assert sent.auto is None and not sent.choices
+    assert sent.options.auto == FAST and not sent.binding.choices
 
 
 def test_a_choice_is_logged_once_until_it_changes(caplog: Any) -> None:
@@ -143,6 +162,6 @@ def test_a_kernel_is_timed_on_rows_of_the_layer() -> None:
     arguments = SimpleNamespace(bf16=True, device=torch.device("cpu"))
     flat = Topology(levels=Levels((1,)), why="for a test")
     assert find_auto(flat, None, model=model, arguments=arguments) == Auto(itemsize=2)
-    widths = training.layer_widths(model.config, dtype=torch.float32)
+    widths = training.layer_specs(model.config)[0].widths(torch.float32)
     seconds = training._timed(widths, torch.float32, torch.device("cpu"))
     assert 0 < seconds < 1e-4

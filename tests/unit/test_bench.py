@@ -1,4 +1,4 @@
-"""Benches at tiny sizes: keys, counts, planned balance, equal results on all sides; never times."""
+"""Run benches at tiny sizes: keys, counts, balance, equal results on all sides, never times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""charm: programs are exact, cross each link once, in memory that does not grow with ranks."""
+"""Check charm's programs: exact, across each link once, in memory that does not grow with ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, PlacedSegment, cut
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.planning.planners import charm
+from hf_longctx.planning.planners.hierarchical_units import queries_are_lighter
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.planners.remote_rows import RemoteRowsBuilder
 from hf_longctx.planning.predict.timeline import entries, events
@@ -25,10 +27,14 @@ MHA = LayerKind(query_width=32, key_value_width=64, kv_heads=2)  # queries are l
 GQA = LayerKind(query_width=64, key_value_width=32, kv_heads=1)
 
 
+def moves_queries(plan: Plan) -> bool:
+    return queries_are_lighter(plan.layout, plan.kind, levels=plan.levels)
+
+
 def planned(sizes: tuple[int, ...], lengths: list[int], *, kind: LayerKind = GQA) -> Plan:
     levels = Levels(sizes)
     held = cut(lengths, ranks=levels.ranks, layout="zigzag")
-    return make_plan("charm", held, kind=kind, topology=levels)
+    return make_plan(held, kind=kind, options=PlanOptions(algorithm="charm", topology=levels))
 
 
 @given(
@@ -55,7 +61,7 @@ def test_any_levels_and_masks_are_exact(
         window=window, causal=causal, query_width=16 * heads, key_value_width=32, kv_heads=1
     )
     held = cut(lengths, ranks=levels.ranks, layout=layout)
-    check(make_plan("charm", held, kind=kind, topology=levels))
+    check(make_plan(held, kind=kind, options=PlanOptions(algorithm="charm", topology=levels)))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_ranks_compute_what_one_process_does(sizes: tuple[int, ...], kv_heads: i
     lengths = [130, 31, 1, 20]
     rows = Rows.random(sum(lengths), heads=2, kv_heads=kv_heads)
     plan = planned(sizes, lengths, kind=rows.kind())
-    assert plan.moves_queries == (kv_heads == 2)
+    assert moves_queries(plan) == (kv_heads == 2)
     run = run_threads(plan, rows)
     assert run.results.error(reference(rows, lengths)) < 1e-12
     again = run_lock_step(plan, rows, seed=1)
@@ -74,9 +80,9 @@ def test_ranks_compute_what_one_process_does(sizes: tuple[int, ...], kv_heads: i
 
 
 def test_the_query_route_is_taken_where_it_crosses_with_fewer_bytes() -> None:
-    assert planned((2, 2), [400], kind=MHA).moves_queries
-    assert not planned((2, 2), [400], kind=GQA).moves_queries
-    assert not planned((1, 4), [400], kind=MHA).moves_queries  # nothing crosses
+    assert moves_queries(planned((2, 2), [400], kind=MHA))
+    assert not moves_queries(planned((2, 2), [400], kind=GQA))
+    assert not moves_queries(planned((1, 4), [400], kind=MHA))  # nothing crosses
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (3, 2), (2, 2, 2)], ids=str)
@@ -86,7 +92,7 @@ def test_crossing_bytes_are_those_of_the_notes(sizes: tuple[int, ...]) -> None:
     levels, rows = Levels(sizes), 64
     kind = LayerKind(causal=False, query_width=64, key_value_width=32)
     held = cut([rows * levels.ranks], ranks=levels.ranks, layout="zigzag")
-    plan = make_plan("charm", held, kind=kind, topology=levels)
+    plan = make_plan(held, kind=kind, options=PlanOptions(algorithm="charm", topology=levels))
     for rank in range(levels.ranks):
         chunks = 1
         for level, size in enumerate(sizes):
@@ -104,7 +110,7 @@ def test_a_thousand_ranks_send_what_the_formulae_say(sizes: tuple[int, ...]) -> 
     levels, rows, width = Levels(sizes), 4, 16
     kind = LayerKind(causal=False, query_width=64, key_value_width=32)
     held = cut([rows * width] * (1024 // width), ranks=1024, layout="contiguous")
-    plan = make_plan("charm", held, kind=kind, topology=levels)
+    plan = make_plan(held, kind=kind, options=PlanOptions(algorithm="charm", topology=levels))
     inside = sizes[-1] if sizes[-1] < width else width
     for rank in (0, 519, 1023):
         for backward, each in ((False, B), (True, B + B_G)):
@@ -120,7 +126,7 @@ def test_a_thousand_ranks_send_what_the_formulae_say(sizes: tuple[int, ...]) -> 
 def test_a_chunk_goes_round_a_thousand_ranks_once() -> None:
     held = cut([4 * 1024], ranks=1024, layout="contiguous")
     kind = LayerKind(causal=False, query_width=64, key_value_width=32)
-    plan = make_plan("ring", held, kind=kind)
+    plan = make_plan(held, kind=kind, options=PlanOptions(algorithm="ring"))
     for rank in (0, 700):
         for backward, each in ((False, B), (True, B + B_G)):
             found, _ = events(plan.program(rank), kind=kind, widths=WIDTHS, backward=backward)
@@ -142,7 +148,7 @@ def test_a_causal_document_crosses_only_where_it_is_seen() -> None:
 def test_nothing_crosses_where_every_document_fits_a_domain() -> None:
     levels = Levels((2, 2))
     held = cut([200, 56, 256], ranks=4, layout="contiguous")
-    plan = make_plan("charm", held, kind=GQA, topology=levels)
+    plan = make_plan(held, kind=GQA, options=PlanOptions(algorithm="charm", topology=levels))
     for rank in range(4):
         program = plan.program(rank)
         for backward in (False, True):
@@ -154,7 +160,9 @@ def test_nothing_crosses_where_every_document_fits_a_domain() -> None:
 def test_a_window_moves_only_the_keys_it_reaches() -> None:
     held = cut([800], ranks=4, layout="contiguous")
     plan = make_plan(
-        "charm", held, kind=LayerKind(window=11, query_width=64), topology=Levels((2, 2))
+        held,
+        kind=LayerKind(window=11, query_width=64),
+        options=PlanOptions(algorithm="charm", topology=Levels((2, 2))),
     )
     for rank in range(4):
         rows = sum(sent(plan.program(rank), WIDTHS, backward=False).values()) / B
@@ -230,7 +238,11 @@ def test_rows_side_by_side_that_some_query_does_not_see_stay_apart() -> None:
 
 def test_a_topology_of_other_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"longctx_topology=2x4 has 8 ranks, but 4 share a batch"):
-        make_plan("charm", cut([8], ranks=4, layout="zigzag"), kind=GQA, topology=Levels((2, 4)))
+        make_plan(
+            cut([8], ranks=4, layout="zigzag"),
+            kind=GQA,
+            options=PlanOptions(algorithm="charm", topology=Levels((2, 4))),
+        )
 
 
 def test_pieces_change_messages_but_not_bytes() -> None:

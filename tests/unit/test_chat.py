@@ -1,4 +1,4 @@
-"""Chats, prompts with completions, texts: the tokens and targets that TRL's SFTTrainer makes."""
+"""Make of chats, prompts with completions and texts the tokens and targets of TRL's SFTTrainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker accepts every plan and rejects every mutation; bytes and peaks by hand."""
+"""Check that the checker accepts every plan and rejects every mutation; count bytes by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut
 from hf_longctx.planning.planners import state_scan
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.checker import check, lock_step
 from hf_longctx.planning.program.counts import Widths, peak_bytes, sent, sent_in_layer
@@ -176,15 +178,19 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     """Three ranks, in which every operation matters: each chunk of the ring is seen by each rank;
     under distca tasks move and keys are gathered."""
     if algorithm == "ring":
-        return make_plan("ring", cut([1537, 40, 1], ranks=3, layout="spread"), kind=kind)
+        return make_plan(
+            cut([1537, 40, 1], ranks=3, layout="spread"),
+            kind=kind,
+            options=PlanOptions(algorithm="ring"),
+        )
     made = make_plan(
-        "distca", cut([1500, 37, 301, 1, 500], ranks=3, layout="contiguous"), kind=kind
+        cut([1500, 37, 301, 1, 500], ranks=3, layout="contiguous"), kind=kind, options=PlanOptions()
     )
     assert (made.tasks[:, 3] != made.tasks[:, 4]).sum() >= 2
     return made
 
 
-@given(
+any_plan = given(
     lengths=st.lists(
         st.one_of(st.integers(1, 4), st.integers(1, 60), st.integers(200, 600)),
         min_size=1,
@@ -197,8 +203,9 @@ def busy_plan(algorithm: str, *, kind: LayerKind = KIND) -> Plan:
     layout=st.sampled_from(LAYOUTS),
     other=st.sampled_from(("charm", "ulysses")),
 )
-@examples(1000)
-def test_plans_of_a_thousand_document_sets_are_accepted(
+
+
+def planners_are_accepted(
     lengths: list[int],
     ranks: int,
     window: int,
@@ -207,11 +214,29 @@ def test_plans_of_a_thousand_document_sets_are_accepted(
     layout: str,
     other: str,
 ) -> None:
+    """Check every planner that needs no topology on these documents, and one of the others."""
     kind = replace(KIND, window=window, causal=causal, heads=ranks)
     plans = [(at, algorithm) for at in LAYOUTS for algorithm in ("distca", "ring")]
     for at, algorithm in [*plans, (layout, other)]:
         held = cut(lengths, ranks=ranks, layout=at)
-        check(make_plan(algorithm, held, kind=kind, tolerance=tolerance))
+        check(
+            make_plan(
+                held, kind=kind, options=PlanOptions(algorithm=algorithm, tolerance=tolerance)
+            )
+        )
+
+
+@any_plan
+@examples(60)
+def test_plans_of_random_document_sets_are_accepted(**drawn: Any) -> None:
+    planners_are_accepted(**drawn)
+
+
+@pytest.mark.slow
+@any_plan
+@examples(1000)
+def test_plans_of_a_thousand_document_sets_are_accepted(**drawn: Any) -> None:
+    planners_are_accepted(**drawn)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +247,11 @@ def test_many_ranks_are_accepted(algorithm: str, ranks: int, window: int) -> Non
     lengths = [3000, *np.exp(noise.uniform(0, 7, 6 * ranks)).astype(int).tolist()]
     for layout in ("contiguous", "spread"):
         held = cut(lengths, ranks=ranks, layout=layout)
-        check(make_plan(algorithm, held, kind=replace(KIND, window=window)))
+        check(
+            make_plan(
+                held, kind=replace(KIND, window=window), options=PlanOptions(algorithm=algorithm)
+            )
+        )
 
 
 CHANGES: dict[str, Change] = {
@@ -260,7 +289,11 @@ def test_every_mutation_is_rejected(algorithm: str, change: str, causal: bool) -
 
 @pytest.mark.parametrize("algorithm", ["distca", "ring"])
 def test_a_wait_cycle_names_who_waits_for_whom(algorithm: str) -> None:
-    plan = make_plan(algorithm, cut([1537, 40, 1], ranks=3, layout="spread"), kind=KIND)
+    plan = make_plan(
+        cut([1537, 40, 1], ranks=3, layout="spread"),
+        kind=KIND,
+        options=PlanOptions(algorithm=algorithm),
+    )
     programs = {
         rank: rebuilt(plan.program(rank), forward=waits_first(plan.program(rank).forward))
         for rank in range(3)
@@ -327,7 +360,9 @@ def test_columns_keep_every_operation() -> None:
 def test_ring_bytes_and_peaks_by_hand() -> None:
     # A key row holds k and v of 1 head x 4: 32 bytes, as does its gradient in float32; a partial's
     # row holds 2 heads x (4 + 1): 40 bytes. Each rank has 4 rows of one document.
-    plan = make_plan("ring", cut([8], ranks=2, layout="contiguous"), kind=KIND)
+    plan = make_plan(
+        cut([8], ranks=2, layout="contiguous"), kind=KIND, options=PlanOptions(algorithm="ring")
+    )
     first, second = plan.program(0), plan.program(1)
     assert sent(first, WIDTHS, backward=False) == {1: 4 * 32}
     assert sent(second, WIDTHS, backward=False) == {}  # rank 0 sees none of its keys
@@ -343,7 +378,9 @@ def test_distca_bytes_and_peaks_by_hand() -> None:
     # Rank 0 holds documents of 6 and 2 tokens, rank 1 four of 2: 24 and 12 entries. The second
     # document moves: 2 rows of q (32 bytes each) and kv (32) go, out and lse (32 + 8) return;
     # backward sends their gradient (32), delta and lse (8 each), the queries and the keys again.
-    plan = make_plan("distca", cut([6, 2, 2, 2, 2, 2], ranks=2, layout="contiguous"), kind=KIND)
+    plan = make_plan(
+        cut([6, 2, 2, 2, 2, 2], ranks=2, layout="contiguous"), kind=KIND, options=PlanOptions()
+    )
     assert plan.work(balanced=True).tolist() == [21, 15]
     home, server = plan.program(0), plan.program(1)
     assert sent(home, WIDTHS, backward=False) == {1: 2 * (32 + 32)}
@@ -360,7 +397,7 @@ def test_distca_bytes_and_peaks_by_hand() -> None:
 
 
 def test_distca_gathers_only_keys_where_nothing_moves() -> None:
-    plan = make_plan("distca", cut([8], ranks=2, layout="contiguous"), kind=KIND)
+    plan = make_plan(cut([8], ranks=2, layout="contiguous"), kind=KIND, options=PlanOptions())
     left, right = plan.program(0), plan.program(1)
     assert sent(left, WIDTHS, backward=False) == {1: 4 * 32}
     assert sent(right, WIDTHS, backward=False) == {}

@@ -1,4 +1,4 @@
-"""Packs of documents -> the rows of each rank, alone and under Accelerate's data loader."""
+"""Collate packs into the rows of each rank, alone and under Accelerate's data loader."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hf_longctx.data.collator import LongCtxCollator, PackDataset
 from hf_longctx.data.packing import Pack, Piece, fit
 from hf_longctx.data.sampler import FILLER, GroupBatchSampler
 from hf_longctx.planning.layouts.layout import LAYOUTS
+from hf_longctx.planning.planners.options import PlanOptions
 
 COLUMNS = ("input_ids", "labels", "shift_labels", "position_ids")
 
@@ -34,7 +35,9 @@ def collate(
     layout: str = "contiguous",
 ) -> dict[str, Any]:
     """One rank's inputs of a pack; of all rows when left out."""
-    collator = LongCtxCollator(rank=rank, ranks=ranks, layout=layout, tolerance=0.05, budget=64)
+    collator = LongCtxCollator(
+        rank=rank, ranks=ranks, options=PlanOptions(layout=layout, tolerance=0.05), budget=64
+    )
     (item,) = [PackDataset(rows)[whole(rows) if pack is None else pack]]
     return collator([item])
 
@@ -180,7 +183,9 @@ def test_rows_of_datasets_in_any_format():
 
 
 def test_a_collator_pickles():
-    collator = LongCtxCollator(rank=1, ranks=2, layout="spread", tolerance=0.05, budget=8)
+    collator = LongCtxCollator(
+        rank=1, ranks=2, options=PlanOptions(layout="spread", tolerance=0.05), budget=8
+    )
     assert pickle.loads(pickle.dumps(collator)) == collator
 
 
@@ -197,7 +202,10 @@ def loader_of(rows: Any, *, rank: int, ranks: int, groups: int = 1, group: int =
         shuffle=True,
     )
     collator = LongCtxCollator(
-        rank=rank, ranks=ranks, layout="spread", tolerance=0.05, budget=8 * ranks
+        rank=rank,
+        ranks=ranks,
+        options=PlanOptions(layout="spread", tolerance=0.05),
+        budget=8 * ranks,
     )
     return prepare_data_loader(
         DataLoader(PackDataset(rows), batch_sampler=sampler, collate_fn=collator),

@@ -1,4 +1,4 @@
-"""The short causal convolution of packed documents against its twin and `conv1d`."""
+"""Compare the short causal convolution of packed documents with its twin and `conv1d`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured costs: a table's arithmetic, plans that balance by it, and the commands around it."""
+"""Test measured costs: a table's arithmetic, plans that balance by it, and the commands."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hf_longctx.kernels import softmax
 from hf_longctx.planning.layouts.cost import CostTable, LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut
 from hf_longctx.planning.planners.key_splits import NO_SPLITS
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.checker import check
 from hf_longctx.verify import cost_profile as bench
@@ -86,8 +87,8 @@ def test_a_table_survives_its_text_and_a_wrong_one_is_named() -> None:
 def test_seconds_are_balanced_where_entries_mislead() -> None:
     # Short documents have few score entries, each of them dearer.
     layout = cut([4096, *[16] * 256, *[128] * 32], ranks=3, layout="contiguous")
-    by_entries = make_plan("distca", layout, kind=KIND)
-    by_seconds = make_plan("distca", layout, kind=KIND, costs=TABLE)
+    by_entries = make_plan(layout, kind=KIND, options=PlanOptions())
+    by_seconds = make_plan(layout, kind=KIND, options=PlanOptions(costs=TABLE))
     check(by_seconds)
     same_tasks = replace(by_entries, costs=TABLE)
     assert by_seconds.attention_max_over_mean() <= 1.05 < same_tasks.attention_max_over_mean()
@@ -99,9 +100,11 @@ def test_seconds_are_balanced_where_entries_mislead() -> None:
 def test_plans_by_seconds_are_no_slower(lengths: list[int], ranks: int, layout: str) -> None:
     held = cut(lengths, ranks=ranks, layout=layout)
     by_entries, by_seconds = (
-        make_plan("distca", held, kind=KIND, costs=costs) for costs in (None, TABLE)
+        make_plan(held, kind=KIND, options=PlanOptions(costs=costs)) for costs in (None, TABLE)
     )
-    before = replace(by_entries, costs=TABLE, loans=NO_SPLITS)  # chosen to save bytes, by entries
+    before = replace(
+        by_entries, options=by_seconds.options, splits=NO_SPLITS
+    )  # chosen to save bytes, by entries
     busiest = before.work(balanced=True).max()
     assert by_seconds.work(balanced=True).max() <= busiest * (1 + 1e-9)
 
@@ -109,7 +112,9 @@ def test_plans_by_seconds_are_no_slower(lengths: list[int], ranks: int, layout: 
 def test_equal_rates_plan_as_entries_do() -> None:
     flat = replace(TABLE, per_entry=((1.0, 1.0),) * 3)
     layout = cut([4000, 700, 300, 1, 2000, 999], ranks=3, layout="contiguous")
-    plans = [make_plan("distca", layout, kind=KIND, costs=costs) for costs in (None, flat)]
+    plans = [
+        make_plan(layout, kind=KIND, options=PlanOptions(costs=costs)) for costs in (None, flat)
+    ]
     assert (plans[0].tasks == plans[1].tasks).all()
 
 
@@ -132,7 +137,9 @@ def test_plans_by_seconds_compute_everything_once(
 ) -> None:
     kind = LayerKind(window=window, causal=causal, query_width=2, key_value_width=1)
     held = cut(lengths, ranks=ranks, layout=layout)
-    check(make_plan("distca", held, kind=kind, tolerance=0.0, speeds=speeds, costs=TABLE))
+    check(
+        make_plan(held, kind=kind, options=PlanOptions(tolerance=0.0, speeds=speeds, costs=TABLE))
+    )
 
 
 class Known(bench.Tasks):

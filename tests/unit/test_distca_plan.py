@@ -1,4 +1,4 @@
-"""Balanced plans: two golden batches move by move, and what holds for every batch."""
+"""Balance plans: two golden batches move by move, and what holds for every batch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hf_longctx.planning.layouts.cost import GRANULE, LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, Layout, cut
 from hf_longctx.planning.planners.distca import balance
 from hf_longctx.planning.planners.key_splits import NO_SPLITS
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, local_plan, make_plan
 from hf_longctx.planning.planners.rebalance import items
 from hf_longctx.planning.program.counts import Widths, block_bytes, sent
@@ -93,9 +94,9 @@ def moves(layout: Layout, *, tolerance: float, kind: LayerKind = KIND) -> list[M
 
 
 def plan(layout: Layout, *, tolerance: float) -> Plan:
-    """As published traces have it: without loans."""
-    made = make_plan("distca", layout, kind=KIND, tolerance=tolerance)
-    return replace(made, loans=NO_SPLITS)
+    """As published traces have it: without key splits."""
+    made = make_plan(layout, kind=KIND, options=PlanOptions(tolerance=tolerance))
+    return replace(made, splits=NO_SPLITS)
 
 
 def forward_bytes(plan: Plan) -> np.ndarray:
@@ -233,8 +234,7 @@ def test_work_is_conserved_and_cut_at_the_granule(
 ) -> None:
     held = cut(lengths, ranks=ranks, layout=layout)
     kind = LayerKind(window=window, query_width=2, key_value_width=1)
-    made = make_plan("distca", held, kind=kind, tolerance=tolerance)
-    kind = LayerKind(window=window)
+    made = make_plan(held, kind=kind, options=PlanOptions(tolerance=tolerance))
     total = sum(int(kind.entries(0, n, length=n)) for n in lengths)
     before, after = made.work(balanced=False), made.work(balanced=True)
     assert before.sum() == after.sum() == total
@@ -279,17 +279,19 @@ def test_entries_are_the_sum_of_what_each_row_sees() -> None:
 
 
 DIGESTS = {  # of a plan's columns: a change here means that plans of older runs no longer compare
-    # Changed once: `spread` leaves work for the short documents that fill a rank.
-    ("distca", "contiguous"): 599535668403544055,
-    ("distca", "spread"): 6875874550539847712,
-    ("ring", "contiguous"): 8241681210023283248,
-    ("ring", "spread"): 4698462662605047538,
+    # Changed twice: all options enter; `spread` leaves work for the short documents of a rank.
+    ("distca", "contiguous"): 5917644790197478317,
+    ("distca", "spread"): 2062790859828196870,
+    ("ring", "contiguous"): 8010539684224892571,
+    ("ring", "spread"): 6247403948688693515,
 }
 
 
 def digest(algorithm: str, layout: str) -> int:
     held = cut(documents(GOLDEN_1), ranks=4, layout=layout)
-    return make_plan(algorithm, held, kind=KIND, tolerance=0.1).digest
+    return make_plan(
+        held, kind=KIND, options=PlanOptions(algorithm=algorithm, tolerance=0.1)
+    ).digest
 
 
 def test_digests_are_golden() -> None:
@@ -308,7 +310,11 @@ def test_digests_differ_with_everything_that_a_program_follows_from() -> None:
         ("ring", [900, 300], 2, "spread", LayerKind(causal=False)),
     ]
     digests = {
-        make_plan(algorithm, cut(lengths, ranks=ranks, layout=layout), kind=kind).digest
+        make_plan(
+            cut(lengths, ranks=ranks, layout=layout),
+            kind=kind,
+            options=PlanOptions(algorithm=algorithm),
+        ).digest
         for algorithm, lengths, ranks, layout, kind in variants
     }
     assert len(digests) == len(variants)
@@ -323,11 +329,15 @@ def test_a_local_plan_exchanges_nothing() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "tolerance", "message"),
     [
-        ("usp", 0.05, "'usp' has no planner yet; use one of ('distca', 'ring'"),
+        ("usp", 0.05, "'usp' has no planner; use one of ('distca', 'ring'"),
         ("distca", -0.1, "longctx_tolerance=-0.1 must be 0 or more, for example 0.05"),
         ("distca", float("nan"), "longctx_tolerance=nan must be 0 or more"),
     ],
 )
 def test_bad_input_is_named(algorithm: str, tolerance: float, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_plan(algorithm, one_list_each([[8], [8]]), kind=KIND, tolerance=tolerance)
+        make_plan(
+            one_list_each([[8], [8]]),
+            kind=KIND,
+            options=PlanOptions(algorithm=algorithm, tolerance=tolerance),
+        )

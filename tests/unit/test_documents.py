@@ -1,4 +1,4 @@
-"""Rows of a data set as documents: packed rows taken apart, masks folded into labels."""
+"""Read rows of a data set as documents: packed rows taken apart, masks folded into labels."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def run(model: Any, *, layer: Any, ends_in: str) -> None:
 
     def work(rank: int) -> None:
         inputs = collate(documents([40]), rank=rank, ranks=2, layout="contiguous")
-        inputs[KEY].runtime = Runtime(channel=channels[rank])
+        inputs[KEY].bind(Runtime(channel=channels[rank]))
         try:
             loss = models[rank](**inputs, num_items_in_batch=39).loss
         except Stopped:

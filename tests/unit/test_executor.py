@@ -1,4 +1,4 @@
-"""Programs run by ranks of one process: exact, in bytes and peaks as planned, whatever the order.
+"""Run programs on ranks of one process: exact, in planned bytes and peaks, in any order.
 
 Ranks are threads with blocking waits, or generators in lock step in one thread.
 """
@@ -34,6 +34,7 @@ from hf_longctx.comm.arrivals import Exchange
 from hf_longctx.comm.channels import Channel, ExchangeError, Hub, Payload, ThreadChannel
 from hf_longctx.kernels.softmax import Scoring
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.counts import peak_bytes, sent_in_layer
 from hf_longctx.planning.program.operations import Post
@@ -57,7 +58,9 @@ def planned(
     causal: bool = True,
 ) -> Plan:
     held = cut(lengths, ranks=ranks, layout=layout)
-    return make_plan(algorithm, held, kind=rows.kind(window=window, causal=causal))
+    return make_plan(
+        held, kind=rows.kind(window=window, causal=causal), options=PlanOptions(algorithm=algorithm)
+    )
 
 
 @every_algorithm
@@ -215,7 +218,7 @@ def test_a_missing_message_names_rank_operation_and_peer(algorithm: str) -> None
     started = time.monotonic()
     expected = (
         r"rank 1: exchange 0 of forward phase 0 with rank 0 did not finish: no message.*"
-        r"\(rank 0 may itself wait for one that is stopped or lost\)"
+        r"\(rank 0 may itself be blocked on a stalled or dead rank\)"
     )
     with pytest.raises(ExchangeError, match=expected):
         attend(layer, own.q, own.k, own.v)

@@ -1,4 +1,4 @@
-"""Documents -> two halves: by whole documents, equal in tokens, each a layout over all ranks."""
+"""Split a batch into two halves of whole documents and equal tokens, each over all ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hf_longctx.data.batch import KEY, LongCtxBatch, halved
 from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, SMALLEST, cut, halve
+from hf_longctx.planning.planners.options import PlanOptions
 
 LENGTHS = [9, 1, 30, 2, 17, 4]
 
@@ -73,7 +74,8 @@ def test_which_batches_have_halves(lengths, ranks, split):
 def test_the_collator_orders_rows_by_halves():
     rows = documents(LENGTHS)
     for rank in range(2):
-        given = dict(rank=rank, ranks=2, layout="spread", tolerance=0.0, budget=64)
+        options = PlanOptions(layout="spread", tolerance=0.0)
+        given = dict(rank=rank, ranks=2, options=options, budget=64)
         item = [(whole(rows), rows)]
         inputs = LongCtxCollator(**given, halves=True)(item)
         batch = inputs[KEY]
@@ -92,17 +94,20 @@ def test_the_collator_orders_rows_by_halves():
 def batch_of(lengths: list[int]) -> LongCtxBatch:
     halves = halve(lengths, ranks=2, layout="contiguous")
     assert halves is not None
-    return LongCtxBatch(halves.whole, 0, halves=halved(halves, 0, tolerance=0.0))
+    return LongCtxBatch(
+        halves.whole, 0, halves=halved(halves, 0, options=PlanOptions(tolerance=0.0))
+    )
 
 
 def test_halves_travel_with_their_batch_and_are_tied_to_what_it_is_tied_to():
     batch = batch_of(LENGTHS)
-    batch.runtime, batch.speeds = object(), (0.5,)
+    runtime, options = object(), PlanOptions(tolerance=0.0, speeds=(0.5,))
+    batch.bind(runtime, options=options)
     for half in batch.parts:
-        assert (half.runtime, half.speeds) == (batch.runtime, batch.speeds)
+        assert (half.binding.runtime, half.options) == (runtime, options)
     again = pickle.loads(pickle.dumps(batch))
     assert [half.half for half in again.parts] == [0, 1]
-    assert [half.runtime for half in again.parts] == [None, None]
+    assert [half.binding.runtime for half in again.parts] == [None, None]
     for ours, theirs in zip(again.parts, batch.parts, strict=True):
         assert ours.layout.segments == theirs.layout.segments
 

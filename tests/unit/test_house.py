@@ -84,7 +84,7 @@ def place(path: Path, *, line: int) -> str:
 
 
 def owner(path: Path) -> str:
-    """The first name below the package: `hf_longctx/planning/planners/ring.py` -> `plan`."""
+    """The first name below the package: `planning` of `hf_longctx/planning/planners/ring.py`."""
     return path.relative_to(ROOT / PACKAGE).with_suffix("").parts[0]
 
 

@@ -1,4 +1,4 @@
-"""Pieces, calls, kernels and merge against the naive reference, forward and backward."""
+"""Compare tiles, calls, kernels and merge with the naive reference, forward and backward."""
 
 from __future__ import annotations
 
@@ -131,30 +131,30 @@ def one_span(q_len: int, k_len: int, *, heads: int = 2, kv_heads: int = 1, seed:
 
 @given(q=RUN, k=RUN, window=st.sampled_from([0, 1, 2, 3, 20, 59, 300]), causal=st.booleans())
 @examples(200)
-def test_pieces_cover_each_visible_pair_once(
+def test_tiles_cover_each_visible_pair_once(
     q: tuple[int, int], k: tuple[int, int], window: int, causal: bool
 ) -> None:
     span = Span(q_pos=q[0], q_len=q[1], k_pos=k[0], k_len=k[1])
     mask = seen(span, window=window, causal=causal)
     done = torch.zeros_like(mask, dtype=torch.int64)
     written: set[int] = set()
-    for piece in tiles(*q, *k, window=window, causal=causal):
-        rows = slice(piece.q, piece.q + piece.q_len)
-        keys = slice(piece.k, piece.k + piece.k_len)
-        if piece.mask == CAUSAL:
-            assert piece.q_len == piece.k_len and q[0] + piece.q == k[0] + piece.k
+    for tile in tiles(*q, *k, window=window, causal=causal):
+        rows = slice(tile.q, tile.q + tile.q_len)
+        keys = slice(tile.k, tile.k + tile.k_len)
+        if tile.mask == CAUSAL:
+            assert tile.q_len == tile.k_len and q[0] + tile.q == k[0] + tile.k
         covers = mask[rows, keys]
         assert covers.any(dim=1).all()  # the kernel gives lse 0 for a row without keys
-        assert piece.mask != FULL or covers.all()
+        assert tile.mask != FULL or covers.all()
         done[rows, keys] += covers
-        of_piece = set(range(piece.q, piece.q + piece.q_len))
-        assert piece.merges == bool(of_piece & written)
-        assert not piece.merges or of_piece <= written
-        written |= of_piece
+        of_tile = set(range(tile.q, tile.q + tile.q_len))
+        assert tile.merges == bool(of_tile & written)
+        assert not tile.merges or of_tile <= written
+        written |= of_tile
     assert (done == mask).all()
 
 
-def test_rows_without_keys_are_in_no_piece() -> None:
+def test_rows_without_keys_are_in_no_tile() -> None:
     assert tiles(0, 4, 4, 4, window=0) == []
     assert tiles(9, 4, 0, 4, window=3) == []
     assert tiles(0, 4, 7, 4, window=4, causal=False) == []

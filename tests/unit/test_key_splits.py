@@ -1,4 +1,4 @@
-"""Tasks whose keys are cut: chosen where that saves bytes, exact, and merged in one order."""
+"""Split tasks by keys where that saves bytes: exact, and merged in one order."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from hf_longctx.kernels.reference import visible
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut
 from hf_longctx.planning.planners.key_splits import NO_SPLITS
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.checker import check
 from hf_longctx.planning.program.counts import peak_bytes, sent_in_layer
@@ -43,8 +44,10 @@ SPANNING = [1290, 310]
 def planned(rows: Rows, lengths: list[int], *, overlap: str = "none", **sees) -> Plan:
     """So wide a tolerance that nothing moves for balance; only keys are lent."""
     layout = cut(lengths, ranks=3 if lengths is EDGES else 5, layout="contiguous")
-    plan = make_plan("distca", layout, kind=rows.kind(**sees), tolerance=2.0, overlap=overlap)
-    assert len(plan.loans), "nothing is lent"
+    plan = make_plan(
+        layout, kind=rows.kind(**sees), options=PlanOptions(tolerance=2.0, overlap=overlap)
+    )
+    assert len(plan.splits), "no task is split"
     return plan
 
 
@@ -74,13 +77,13 @@ def test_lent_keys_are_exact_and_save_bytes(
         assert ran.sent[rank] == sent_in_layer(program, rows.widths)
         peak = max(peak_bytes(program, rows.widths, backward=b) for b in (False, True))
         assert ran.accounts[rank].peak_bytes == peak
-    assert sum(ran.sent) < bytes_sent(replace(plan, loans=NO_SPLITS), rows)
+    assert sum(ran.sent) < bytes_sent(replace(plan, splits=NO_SPLITS), rows)
 
 
 def test_rows_of_one_task_see_keys_of_several_owners() -> None:
     rows = Rows.random(sum(SPANNING), heads=8, kv_heads=8, head_dim=16, dtype=torch.bfloat16)
     plan = planned(rows, SPANNING)
-    per_task = np.bincount(plan.loans[:, 0])
+    per_task = np.bincount(plan.splits[:, 0])
     assert per_task.max() >= 2
     ours = run(plan, rows).results
     assert_bf16_rule(
@@ -103,7 +106,7 @@ def test_a_few_rows_go_to_the_long_prefix() -> None:
     rows = Rows.random(sum(EDGES), heads=4, kv_heads=2, head_dim=8)
     plan = planned(rows, EDGES)
     assert plan.tasks[2].tolist() == [1, 544, 550, 1, 1]
-    assert plan.loans[0].tolist() == [2, 0, 0, 544]
+    assert plan.splits[0].tolist() == [2, 0, 0, 544]
     # 6 rows of q, then of q, grad_out, delta and lse; and out, lse and dq of 3 rows of rank 2
     sent = sent_in_layer(plan.program(1), rows.widths)
     assert sent == 8 * (6 * (32 + 32 + 32 + 4 + 4) + 3 * (32 + 4 + 32))
@@ -119,14 +122,14 @@ def test_a_few_rows_go_to_the_long_prefix() -> None:
     speeds=st.sampled_from([(), (0.5,)]),
 )
 @examples(150)
-def test_loans_keep_the_balance_and_the_work(
+def test_key_splits_keep_the_balance_and_the_work(
     lengths: list[int], ranks: int, layout: str, window: int, causal: bool, tolerance: float,
     speeds: tuple[float, ...],
 ) -> None:  # fmt: skip
     held = cut(lengths, ranks=ranks, layout=layout)
     kind = LayerKind(window=window, causal=causal, query_width=4, key_value_width=2)
-    plan = make_plan("distca", held, kind=kind, tolerance=tolerance, speeds=speeds)
-    whole = replace(plan, loans=NO_SPLITS)
+    plan = make_plan(held, kind=kind, options=PlanOptions(tolerance=tolerance, speeds=speeds))
+    whole = replace(plan, splits=NO_SPLITS)
     assert plan.work(balanced=True).sum() == whole.work(balanced=True).sum()
     assert plan.attention_max_over_mean() <= whole.attention_max_over_mean() * (1 + 1e-12)
     check(plan)
@@ -134,8 +137,8 @@ def test_loans_keep_the_balance_and_the_work(
 
 def test_nothing_is_lent_where_nothing_shall_move() -> None:
     layout = cut(EDGES, ranks=3, layout="contiguous")
-    plan = make_plan("distca", layout, kind=LayerKind(), tolerance=float("inf"))
-    assert len(plan.loans) == 0
+    plan = make_plan(layout, kind=LayerKind(), options=PlanOptions(tolerance=float("inf")))
+    assert len(plan.splits) == 0
 
 
 def fewer_parts(op: Op) -> Iterator[tuple[Op, ...]]:

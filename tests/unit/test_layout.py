@@ -1,4 +1,4 @@
-"""Layouts: equal tokens, every token once, an exact inverse, balance; and interval arithmetic."""
+"""Cut layouts: equal tokens, every token once, an exact inverse, balance; levels and intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data loaders of the trainer: every trainer must hold the same documents."""
+"""Load data in the trainer: every trainer must hold the same documents."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hf_longctx import LongCtxTrainer, LongCtxTrainingArguments
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.training.groups import Group
 from hf_longctx.training.loaders import Loaders
 from hf_longctx.training.report import StepReport
@@ -87,7 +88,9 @@ def test_ids_that_are_no_targets_reach_the_batches(tmp_path):
     rows = Dataset.from_list([{"input_ids": [5, 6, 0, 0, 7]}])
     for given in (rows, rows.to_iterable_dataset()):
         loaders = Loaders(arguments, group, accelerator=OneOfTwo(), vocab_size=64, ignore_id=0)
-        batch = next(iter(loaders.loader(given, name="distca", training=True)))
+        batch = next(
+            iter(loaders.loader(given, training=True, options=PlanOptions(layout="spread")))
+        )
         assert batch["shift_labels"].tolist() == [[6, -100, -100, 7, -100]]
 
 

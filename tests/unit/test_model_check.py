@@ -1,4 +1,4 @@
-"""`hf_longctx.check` and `hf-longctx check`: rows for every name, from a model or from a config."""
+"""Run `hf_longctx.check` and `hf-longctx check`: rows for every name, from a model or a config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny import CONFIGS, tiny
 from transformers import AutoConfig
 
 import hf_longctx
-from hf_longctx.attention.spec import layer_kinds
+from hf_longctx.attention.spec import layer_specs
 from hf_longctx.cli.main import main
 from hf_longctx.support import NAMES, SOFTMAX_NAMES
 from hf_longctx.verify.check import MAX_PARAMETERS, shrink, small_model
@@ -138,7 +138,7 @@ def test_a_small_instance_keeps_what_decides_support(family):
     small = model.config
     assert config.to_dict() == before
     assert sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS
-    assert set(layer_kinds(small)) == set(layer_kinds(config))
+    assert {spec.kind for spec in layer_specs(small)} == {spec.kind for spec in layer_specs(config)}
     for name in ("num_attention_heads", "sliding_window", "rope_parameters", "model_type"):
         assert getattr(small, name, None) == getattr(config, name, None)
     for name in ("layer_types", "mlp_layer_types"):

@@ -1,9 +1,8 @@
-"""Packing, targets and the scan of a data set: no token lost, none over budget, bad rows named."""
+"""Pack, shift targets and validate a data set: no token lost, none over budget, bad rows named."""
 
 from __future__ import annotations
 
 import re
-import time
 from itertools import pairwise
 
 import datasets
@@ -116,12 +115,11 @@ def test_shuffle_changes_the_order_of_packs_with_epoch_and_seed():
     assert len({run(0, 0), run(0, 1), run(1, 0), run(1, 1)}) == 4
 
 
+@pytest.mark.timeout(120)  # about 1.2 s on an idle core; quadratic takes many minutes
 def test_a_hundred_thousand_documents_pack_in_seconds():
     lengths = np.random.default_rng(0).integers(1, 131_072, 100_000)
-    start = time.perf_counter()
     pieces, _ = fit(lengths, capacity=131_072, overflow="error")
     packs = pack(pieces, capacity=131_072, balance="tokens", seed=0, epoch=0)
-    assert time.perf_counter() - start < 15  # about 1.2 s on an idle core; quadratic takes minutes
     assert fill(packs, capacity=131_072) > 0.99
 
 

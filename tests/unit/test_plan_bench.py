@@ -1,4 +1,4 @@
-"""What plans move, counted without programs; and the planner's bench at small sizes."""
+"""Count what plans move, without programs; and run the planners' bench at small sizes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks.traffic import traffic
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import LAYOUTS, cut
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.operations import Post
 
@@ -44,7 +45,7 @@ def test_traffic_is_what_the_programs_send(
 ) -> None:
     kind = LayerKind(window=window, causal=causal, query_width=6, key_value_width=4)
     held = cut(lengths, ranks=ranks, layout=layout)
-    plan = make_plan("distca", held, kind=kind, tolerance=tolerance, speeds=speeds)
+    plan = make_plan(held, kind=kind, options=PlanOptions(tolerance=tolerance, speeds=speeds))
     moved = np.zeros((2, plan.processes), np.int64)
     for rank in range(plan.processes):
         program = plan.program(rank)
@@ -52,7 +53,7 @@ def test_traffic_is_what_the_programs_send(
         for peer, blocks in (message for post in posts for message in post.sends):
             size = sum((b.stop - b.start) * ROW[program.kinds[b.array]] for b in blocks)
             moved[:, [rank, peer]] += np.array([[size, 0], [0, size]])
-    counted = traffic(held, plan.tasks, kind=kind, loans=plan.loans, processes=plan.processes)
+    counted = traffic(held, plan.tasks, kind=kind, loans=plan.splits, processes=plan.processes)
     assert counted.elements(kind).tolist() == moved.tolist()
 
 

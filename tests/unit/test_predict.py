@@ -1,4 +1,4 @@
-"""Predicted seconds: the notes' closed forms, programs against a clock, and what auto picks."""
+"""Predict seconds: closed forms, programs against a clock, and what auto picks."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,12 +7,11 @@ import pytest
 
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import Layout, cut
-from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.layouts.levels import Levels, Link, Machine
 from hf_longctx.planning.planners import charm, ring
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.predict.predict import (
-    Link,
-    Machine,
     Seconds,
     charm_seconds,
     choose,
@@ -127,7 +126,7 @@ def test_events_hold_all_bytes_and_score_entries(name: str) -> None:
     kind = LayerKind(query_width=128, key_value_width=128, kv_heads=4, heads=8)
     widths = Widths(heads=8, kv_heads=4, head_dim=16, value_dim=16, itemsize=2)
     given = {} if name == "distca" else {"topology": levels, "ulysses_size": 2}
-    plan = make_plan(name, held, kind=kind, **given)
+    plan = make_plan(held, kind=kind, options=PlanOptions(algorithm=name, **given))
     entries = {backward: 0.0 for backward in (False, True)}
     for rank in range(4):
         program = plan.program(rank)

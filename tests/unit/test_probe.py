@@ -1,4 +1,4 @@
-"""A few tokens through a model -> what no config tells: which of our inputs it ignores."""
+"""Probe a model with a few tokens for what no config tells: which inputs it ignores."""
 
 from __future__ import annotations
 

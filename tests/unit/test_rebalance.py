@@ -1,4 +1,4 @@
-"""What a move is charged, how far balance reaches, and work that cannot move."""
+"""Charge moves, limit balance, and leave work that cannot move."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from benchmarks.traffic import traffic
 from hf_longctx.planning.layouts.cost import GRANULE, LayerKind
 from hf_longctx.planning.layouts.layout import Layout, cut
 from hf_longctx.planning.planners.distca import balance, tasks
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.checker import check
 
@@ -22,7 +23,7 @@ def test_keys_that_a_server_has_already_are_free() -> None:
     rows = [0, 1024, 2048, 0, 2048, 3072]
     columns = [(r, row, *of) for row, (r, *of) in zip(rows, segments, strict=True)]
     layout = Layout(np.full(2, 4096, np.int32), 2, np.asarray(columns, np.int32))
-    plan = make_plan("distca", layout, kind=KIND, speeds=(1.0,))
+    plan = make_plan(layout, kind=KIND, options=PlanOptions(speeds=(1.0,)))
     check(plan)
     served = plan.tasks[plan.tasks[:, 4] == 2]
     assert set(served[:, 3].tolist()) == {0, 1}  # of both ranks,
@@ -43,7 +44,7 @@ def test_lumps_of_work_are_spread_as_far_as_they_go(
     for _ in range(12):
         short = np.exp(noise.uniform(0, np.log(4000), noise.integers(2, 14)))
         held = cut([*(int(n) for n in short), 4000], ranks=ranks, layout=layout)
-        plan = make_plan("distca", held, kind=KIND, speeds=speeds)
+        plan = make_plan(held, kind=KIND, options=PlanOptions(speeds=speeds))
         reached.append(plan.attention_max_over_mean())
         document, start, stop = plan.tasks[:, :3].T
         length = held.lengths[document]

@@ -23,9 +23,9 @@ from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from hf_longctx.kernels import diagonal, linear_attention
+from hf_longctx.kernels import linear_attention, selective_scan
 from hf_longctx.kernels import reference as twin
-from hf_longctx.kernels.chunk_states import apply, decayed, grid
+from hf_longctx.kernels.chunk_states import apply, chunk_grid, decayed
 
 Inputs = dict[str, Tensor]
 PACK = (63, 0, 1, 64, 3, 65)  # tokens of chunks are 64 and 32: one less, none, one, one more
@@ -248,7 +248,7 @@ def test_vector_states_are_summed_up_in_blocks_of_rows(
     name: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of two equal columns are, which are states like any other."""
-    monkeypatch.setattr(diagonal, "_BLOCK", block)
+    monkeypatch.setattr(selective_scan, "_BLOCK", block)
     inputs = FAMILIES[name].inputs(150, decay=0.5)
     run = {name: x for name, x in inputs.items() if name != "q_THN"}
     given = {name: x for name, x in run.items() if name != "entering"}
@@ -281,7 +281,7 @@ def test_a_summary_of_vector_states_forms_nothing_as_large_as_their_decays() -> 
     log_decay = -torch.rand(tokens, heads, rows)
     leaves = [x.requires_grad_() for x in (k, v, log_decay)]
     given = {x.untyped_storage().data_ptr() for x in leaves}
-    bound = 8 * diagonal._BLOCK
+    bound = 8 * selective_scan._BLOCK
     assert 10 * bound < log_decay.nbytes
     with Counted(above=bound) as there:
         state = apply(
@@ -338,11 +338,11 @@ def test_b44_a_cut_document_equals_the_whole_one(
 def test_grids_hold_each_row_once_and_one_segment_a_chunk(
     lengths: list[int], chunk: int, closed: bool
 ) -> None:
-    found = grid(lengths, chunk=chunk, closed=closed)
+    found = chunk_grid(lengths, chunk=chunk, closed=closed)
     segment = np.repeat(np.arange(len(lengths)), lengths)
     rows = torch.arange(1.0, len(segment) + 1)[:, None, None]
-    (laid,) = found.lay(rows)
-    assert torch.equal(found.pick([laid]), rows)
+    (laid,) = found.to_chunks(rows)
+    assert torch.equal(found.to_rows([laid]), rows)
     assert int((laid != 0).sum()) == len(segment)
     chunks = [row[row > 0].int().numpy() - 1 for row in laid.flatten(1)]
     assert all(len(set(segment[rows])) <= 1 for rows in chunks)

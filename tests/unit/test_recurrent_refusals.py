@@ -1,4 +1,4 @@
-"""What recurrent layers cannot do exactly -> a refusal that names it, never a wrong number."""
+"""Reject what recurrent layers cannot do exactly, by name, instead of a wrong number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.recurrent import packed_layer
 from hf_longctx.recurrent import prepare as preparing
 from hf_longctx.recurrent.adapter import Replacement
-from hf_longctx.recurrent.running import Running
+from hf_longctx.recurrent.context import ActiveLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -244,13 +244,13 @@ def test_a_batch_that_is_lost_on_its_way_is_no_plain_forward():
 
 
 def test_other_rows_and_arguments_than_a_layer_takes_are_refused_by_class():
-    layer = Running(nn.Identity(), batch(6))
+    layer = ActiveLayer(nn.Identity(), batch(6))
     layer.begin("convolution", torch.zeros(6, 2))
     with pytest.raises(ValueError, match="Identity gave its convolution 5 rows of packed docum"):
         layer.begin("convolution", torch.zeros(5, 2))
-    layer.refuse(mask=None, output_final_state=False)
+    layer.validate_unset(mask=None, output_final_state=False)
     with pytest.raises(ValueError, match="Identity was given mask and cache with packed documents"):
-        layer.refuse(mask=torch.zeros(2), output_final_state=False, cache=())
+        layer.validate_unset(mask=torch.zeros(2), output_final_state=False, cache=())
 
 
 @pytest.mark.parametrize("given", [{"attention_mask": PADDED}, {"cache": DynamicCache()}], ids=list)
@@ -267,9 +267,9 @@ def test_a_layer_that_is_given_a_mask_or_a_cache_after_all_is_refused(given):
 def test_rows_that_no_kernel_takes_are_refused():
     rows = torch.zeros(6, 2, device="meta")
     with pytest.raises(ValueError, match="on meta: only the CPU kernels are built yet"):
-        packed_layer.convolve(batch(6), nn.Identity(), rows, rows)
+        packed_layer.run_convolution(batch(6), nn.Identity(), rows, rows)
     with pytest.raises(ValueError, match="on meta: only the CPU kernels are built yet"):
-        packed_layer.recurrent("", batch(6), nn.Identity(), rows, rows, rows, rows)
+        packed_layer.run_recurrence("", batch(6), nn.Identity(), rows, rows, rows, rows)
 
 
 def test_a_trainer_refuses_softmax_models_under_the_name(tmp_path):
@@ -289,5 +289,5 @@ def test_states_are_not_multiplied_in_bf16_under_autocast():
     given = ("", batch(70), nn.Identity(), q, k, v, decay, decay.exp())
     with torch.autocast("cpu", torch.bfloat16):
         assert not torch.equal(q[0] @ k[0].T, (q[0].double() @ k[0].T.double()).float())
-        found = packed_layer.recurrent(*given)
-    assert torch.equal(found, packed_layer.recurrent(*given))
+        found = packed_layer.run_recurrence(*given)
+    assert torch.equal(found, packed_layer.run_recurrence(*given))

@@ -1,4 +1,4 @@
-"""Training a model with recurrent layers in one process equals a plain loop over documents."""
+"""Train a model with recurrent layers on one process and compare with a plain loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is not computed exactly -> a ValueError that names the value, the rule and the remedy."""
+"""Reject what is not computed exactly, with the value, the rule and the remedy."""
 
 from __future__ import annotations
 

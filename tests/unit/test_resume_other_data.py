@@ -1,4 +1,4 @@
-"""A resumed run takes the data that its checkpoint did not, or says which setting prevents it."""
+"""Resume with the data that the checkpoint did not take, or name the setting that prevents it."""
 
 from __future__ import annotations
 

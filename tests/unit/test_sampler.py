@@ -1,4 +1,4 @@
-"""The group batch sampler alone, under Accelerate's data loaders, and under a resumed Trainer."""
+"""Draw group batches alone, under Accelerate's data loaders, and under a resumed Trainer."""
 
 from __future__ import annotations
 

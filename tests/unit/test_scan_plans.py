@@ -1,4 +1,4 @@
-"""Scan and halo programs: exact at any number of ranks, broken at documents, one state per rank."""
+"""Plan scans and halos: exact at any number of ranks, broken at documents, one state per rank."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longctx.planning.layouts.layout import Layout, cut
+from hf_longctx.planning.layouts.levels import NeighbourLink
 from hf_longctx.planning.planners import state_scan
 from hf_longctx.planning.planners.state_scan import DECAYS, SCHEDULES, HaloArray, State
-from hf_longctx.planning.predict.scan_schedule import (
-    NeighbourLink,
-    Sizes,
-    chosen,
-    cuts,
-    longest_chain,
-)
+from hf_longctx.planning.predict.scan_schedule import Sizes, chosen, cuts, longest_chain
 from hf_longctx.planning.program.checker import check_states, lock_step
 from hf_longctx.planning.program.counts import Widths, message_peak_bytes, peak_bytes, sent
 from hf_longctx.planning.program.message_queue import PlanError

@@ -1,4 +1,4 @@
-"""Extra attention servers in plans and channels: shares by speed, and a loss that shows."""
+"""Plan for extra attention servers: tasks by speed, and a loss that shows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hf_longctx.comm.bridge import BridgedChannel
 from hf_longctx.comm.channels import ExchangeError, Hub, Payload
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.checker import check
 from hf_longctx.planning.program.program import pack
@@ -27,7 +28,7 @@ LENGTHS = [4000, 700, 300, 1, 2000, 999]
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4], ids="ranks{}".format)
 def test_servers_take_their_share(ranks: int, speeds: tuple[float, ...]) -> None:
     layout = cut(LENGTHS, ranks=ranks, layout="spread")
-    plan = make_plan("distca", layout, kind=KIND, speeds=speeds)
+    plan = make_plan(layout, kind=KIND, options=PlanOptions(speeds=speeds))
     check(plan)
     work = plan.work(balanced=True)
     filled = work / np.asarray([1.0] * ranks + list(speeds))
@@ -40,7 +41,9 @@ def test_results_stay_whoever_serves(ranks: int) -> None:
     lengths = [900, 1, 300, 2, 99]
     rows = Rows.random(sum(lengths))
     layout = cut(lengths, ranks=ranks, layout="spread")
-    plan = make_plan("distca", layout, kind=rows.kind(), tolerance=0.0, speeds=(1.0, 0.5))
+    plan = make_plan(
+        layout, kind=rows.kind(), options=PlanOptions(tolerance=0.0, speeds=(1.0, 0.5))
+    )
     run = run_threads(plan, rows)
     assert run.sent[ranks] > 0
     assert run.results.error(reference(rows, lengths)) < 1e-12
@@ -51,7 +54,7 @@ def test_rank_0_keeps_step_with_ranks_that_use_servers() -> None:
     lengths = [300, 300, 600]
     rows = Rows.random(sum(lengths))
     layout = cut(lengths, ranks=2, layout="contiguous")
-    plan = make_plan("distca", layout, kind=rows.kind(), speeds=(1.0,))
+    plan = make_plan(layout, kind=rows.kind(), options=PlanOptions(speeds=(1.0,)))
     assert not pack(plan.program(0)).exchanges and pack(plan.program(1)).exchanges
     assert [plan.program(p).phases.tolist() for p in range(3)] == [[3, 3]] * 3
     check(plan)
@@ -61,7 +64,7 @@ def test_rank_0_keeps_step_with_ranks_that_use_servers() -> None:
 def test_servers_change_the_plan_but_not_the_layout_or_the_plan_without() -> None:
     layout = cut(LENGTHS, ranks=2, layout="spread")
     plans = [
-        make_plan("distca", layout, kind=LayerKind(), speeds=speeds)
+        make_plan(layout, kind=LayerKind(), options=PlanOptions(speeds=speeds))
         for speeds in ((), (1.0,), (2.0,))
     ]
     assert len({plan.digest for plan in plans}) == 3
@@ -76,7 +79,7 @@ def test_servers_that_cannot_be_planned_are_refused(
 ) -> None:
     layout = cut([8], ranks=2, layout="contiguous")
     with pytest.raises(ValueError, match="only distca has servers, and each speed must be"):
-        make_plan(algorithm, layout, kind=LayerKind(), speeds=speeds)
+        make_plan(layout, kind=LayerKind(), options=PlanOptions(algorithm=algorithm, speeds=speeds))
 
 
 class _Gone:
@@ -123,10 +126,10 @@ def test_a_bridged_channel_reaches_peers_and_servers() -> None:
 
 
 def test_servers_that_stall_together_take_as_long_as_one() -> None:
-    bridges = [Hub(2, timeout=0.4).channels()[0] for _ in range(4)]
+    bridges = [Hub(2, timeout=1.5).channels()[0] for _ in range(4)]
     channel = BridgedChannel(None, bridges, ranks=1, rank=0)
     due = [(1 + n, torch.zeros(4, dtype=torch.uint8)) for n in range(4)]
     started = time.monotonic()
     channel.post([], due, what="a test").wait()
-    assert 0.4 <= time.monotonic() - started < 1.0
+    assert 1.5 <= time.monotonic() - started < 4 * 1.5  # what they take one after another
     assert len(channel.lost) == 4

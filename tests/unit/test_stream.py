@@ -1,4 +1,4 @@
-"""Streams: packs of a look-ahead window, equally many for all groups, rows checked as they come."""
+"""Stream packs of a look-ahead window: equally many for all groups, rows checked as they come."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hf_longctx.data.collator import LongCtxCollator
 from hf_longctx.data.packing import fill
 from hf_longctx.data.sampler import FILLER, GroupBatchSampler
 from hf_longctx.data.stream import PackStream
+from hf_longctx.planning.planners.options import PlanOptions
 
 
 class Listed(IterableDataset):
@@ -149,7 +150,9 @@ def test_stream_passes_follow_each_other_in_their_own_order(caplog):
 
 
 def test_b48_stream_batches_of_other_documents_have_another_digest():
-    collator = LongCtxCollator(rank=0, ranks=2, layout="contiguous", tolerance=0.0, budget=10)
+    collator = LongCtxCollator(
+        rank=0, ranks=2, options=PlanOptions(layout="contiguous", tolerance=0.0), budget=10
+    )
     numbers = set()
     for rows in (documents([5, 5]), documents([5, 5], seed=1), documents([5, 5])[::-1]):
         ((pack, found),) = make(rows)

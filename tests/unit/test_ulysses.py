@@ -1,4 +1,4 @@
-"""Ranks that exchange heads: exact for any heads, alone and with charm or ring across domains."""
+"""Exchange heads between ranks: exact for any heads, alone and with charm or ring."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hf_longctx.comm.topology import given_levels
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.planning.layouts.levels import Levels
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.program.checker import check
 from hf_longctx.planning.program.counts import peak_bytes, sent, sent_in_layer
@@ -26,7 +27,7 @@ def planned(
 ) -> Plan:
     layout = cut(lengths, ranks=ranks, layout="contiguous" if size == ranks else "zigzag")
     kind = rows.kind(window=sees.get("window", 0), causal=bool(sees.get("causal", True)))
-    return make_plan(name, layout, kind=kind, ulysses_size=size)
+    return make_plan(layout, kind=kind, options=PlanOptions(algorithm=name, ulysses_size=size))
 
 
 def sharings(heads: int, kv_heads: int, *, most: int) -> list[tuple[int, int]]:
@@ -115,7 +116,11 @@ def test_heads_are_exchanged_over_the_channels_of_the_level_that_their_domain_cr
 ) -> None:
     kind = LayerKind(query_width=16, key_value_width=16, heads=4, kv_heads=2)
     held = cut(LENGTHS, ranks=4, layout="zigzag")
-    plan = make_plan(name, held, kind=kind, ulysses_size=size, topology=Levels(sizes))
+    plan = make_plan(
+        held,
+        kind=kind,
+        options=PlanOptions(algorithm=name, ulysses_size=size, topology=Levels(sizes)),
+    )
     check(plan)
     for rank in range(4):
         for direction, used in enumerate((forward, backward)):
@@ -149,7 +154,7 @@ def test_b24_heads_that_cannot_be_shared_are_refused(sharing: Sharing, message: 
     layout = cut([64], ranks=ranks, layout="contiguous")
     kind = LayerKind(heads=heads, kv_heads=kv_heads)
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_plan("ulysses", layout, kind=kind, ulysses_size=size)
+        make_plan(layout, kind=kind, options=PlanOptions(algorithm="ulysses", ulysses_size=size))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +168,7 @@ def test_b24_heads_that_can_be_shared(heads: int, kv_heads: int, ranks: int, exa
 def test_domains_are_refused_where_nothing_is_exchanged_by_heads() -> None:
     layout = cut([64], ranks=4, layout="contiguous")
     with pytest.raises(ValueError, match="ulysses_size=2 for 'distca': its ranks exchange no"):
-        make_plan("distca", layout, kind=LayerKind(heads=4, kv_heads=4), ulysses_size=2)
+        make_plan(layout, kind=LayerKind(heads=4, kv_heads=4), options=PlanOptions(ulysses_size=2))
     assert Levels((2, 4)).outside(2) == Levels((2, 2))
     assert Levels((2, 4)).outside(4) == Levels((2,))
     assert Levels((2, 4)).outside(8) == Levels((1,))
@@ -171,6 +176,10 @@ def test_domains_are_refused_where_nothing_is_exchanged_by_heads() -> None:
         Levels((2, 4)).outside(3)
     held = cut([64], ranks=6, layout="zigzag")
     with pytest.raises(ValueError, match="ulysses_size=2 does not divide the domains of .*=2x3"):
-        make_plan("charm", held, kind=LayerKind(heads=2), topology=Levels((2, 3)), ulysses_size=2)
+        make_plan(
+            held,
+            kind=LayerKind(heads=2),
+            options=PlanOptions(algorithm="charm", topology=Levels((2, 3)), ulysses_size=2),
+        )
     with pytest.raises(ValueError, match="ulysses_size=2 does not divide the domains of .*=2x3"):
         given_levels("2x3", ranks=6, ulysses_size=2)

@@ -8,6 +8,7 @@ rank's coordinates are the digits of its number in mixed radix.
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,48 @@ class Levels:
         """The outermost level whose link lies between two ranks; `len(sizes)` for the same rank."""
         pairs = zip(self.coordinates(one), self.coordinates(other), strict=True)
         return next((at for at, (a, b) in enumerate(pairs) if a != b), len(self.sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link between the domains of one level.
+
+    Args:
+        rate (`float`): Bytes per second, each way, that one rank gets if it is alone.
+        lanes (`float`): Ranks of a domain that get this rate at the same time: 1 for a shared
+            link, one per rank where each has its own.
+    """
+
+    rate: float
+    lanes: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What predictions must know of the hardware.
+
+    Args:
+        levels (`Levels`): Its nested domains.
+        links (`tuple[Link, ...]`): One per level, outermost first.
+        entry_seconds (`float`): Of one score entry of a layer, in forward.
+    """
+
+    levels: Levels
+    links: tuple[Link, ...]
+    entry_seconds: float
+
+    def __post_init__(self) -> None:
+        if len(self.links) != len(self.levels.sizes):
+            raise ValueError(
+                f"{len(self.links)} links for the levels {self.levels}: describe one per level"
+            )
+
+
+class NeighbourLink(NamedTuple):
+    """What a message between neighbouring ranks takes: seconds, and bytes per second."""
+
+    hop: float = 5e-5
+    rate: float = 1e9
+
+    def __str__(self) -> str:
+        return f"{1e6 * self.hop:.3g} us a hop and {self.rate / 1e9:.3g} GB/s"

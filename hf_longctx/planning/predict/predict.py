@@ -10,15 +10,16 @@ where that is predicted to gain 5 % over the flat ring or more, and else the rin
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from ..layouts.cost import LayerKind
 from ..layouts.layout import Layout
-from ..layouts.levels import Levels
+from ..layouts.levels import Levels, Machine
 from ..planners import charm, ring
+from ..planners.options import PlanOptions
 from ..planners.plan import Plan, make_plan
 from ..program.counts import Widths
 from ..program.program import Program
@@ -28,41 +29,6 @@ GAIN = 0.05  # below it the flat ring is taken: predictions are no better
 BACKWARD = 2.5  # times the work of forward, by score entry
 _AS_BUSY = 0.99  # of the most score entries
 Make = Callable[[str, int], Program]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The link between the domains of one level.
-
-    Args:
-        rate (`float`): Bytes per second, each way, that one rank gets if it is alone.
-        lanes (`float`): Ranks of a domain that get this rate at the same time: 1 for a shared
-            link, one per rank where each has its own.
-    """
-
-    rate: float
-    lanes: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What predictions must know of the hardware.
-
-    Args:
-        levels (`Levels`): Its nested domains.
-        links (`tuple[Link, ...]`): One per level, outermost first.
-        entry_seconds (`float`): Of one score entry of a layer, in forward.
-    """
-
-    levels: Levels
-    links: tuple[Link, ...]
-    entry_seconds: float
-
-    def __post_init__(self) -> None:
-        if len(self.links) != len(self.levels.sizes):
-            raise ValueError(
-                f"{len(self.links)} links for the levels {self.levels}: describe one per level"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,20 +205,6 @@ def charm_seconds(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Auto:
-    """What choices go by, the same on every rank of a group.
-
-    Args:
-        itemsize (`int`): Bytes of an element of the rows that travel.
-        machine (`Machine`, *optional*): Links and speed; `None` where no link was measured, as
-            all ranks share one place.
-    """
-
-    itemsize: int
-    machine: Machine | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What was chosen for one batch and one layer kind.
@@ -266,7 +218,7 @@ class Choice:
     seconds: Mapping[str, Seconds] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        name = self.plan.algorithm
+        name = self.plan.options.algorithm
         if not self.seconds:
             return f"{name}, as all ranks share one place, where no link was measured"
         ring, ours = (self.seconds[algorithm].layer for algorithm in ("ring", "charm"))
@@ -277,22 +229,19 @@ class Choice:
         )
 
 
-def chosen(
-    layout: Layout, auto: Auto, *, kind: LayerKind, levels: Levels, ulysses_size: int = 1
-) -> Choice:
-    """The plan of a batch.
+def choose_plan(layout: Layout, *, kind: LayerKind, options: PlanOptions) -> Choice:
+    """Plan a batch by charm or by the flat ring, whichever is predicted to be faster.
 
     Args:
-        layout (`Layout`): Where the tokens lie.
-        auto (`Auto`): What the choice goes by.
+        layout (`Layout`): Which rank holds which tokens.
         kind (`LayerKind`): The layers.
-        levels (`Levels`): The nested domains.
-        ulysses_size (`int`, *optional*, defaults to 1): Ranks of a domain that exchange heads, with
-            either plan.
+        options (`PlanOptions`): With `auto`, which the choice goes by.
     """
+    auto = options.auto
+    assert auto is not None
     names = ("ring", "charm") if auto.machine else ("ring",)
     plans = {
-        name: make_plan(name, layout, kind=kind, topology=levels, ulysses_size=ulysses_size)
+        name: make_plan(layout, kind=kind, options=replace(options, algorithm=name, auto=None))
         for name in names
     }
     if auto.machine is None:
@@ -312,6 +261,6 @@ def chosen(
         kind=kind,
         widths=widths,
         make=lambda algorithm, rank: plans[algorithm].program(rank),
-        heads_move=ulysses_size > 1,
+        heads_move=options.ulysses_size > 1,
     )
     return Choice(plan=plans[name], seconds=seconds)

@@ -15,19 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..layouts.layout import Layout
+from ..layouts.levels import NeighbourLink
 from ..planners.state_scan import State
 
 _MOST_PIECES = 32
-
-
-class NeighbourLink(NamedTuple):
-    """What a message between neighbouring ranks takes: seconds, and bytes per second."""
-
-    hop: float = 5e-5
-    rate: float = 1e9
-
-    def __str__(self) -> str:
-        return f"{1e6 * self.hop:.3g} us a hop and {self.rate / 1e9:.3g} GB/s"
 
 
 class Sizes(NamedTuple):

@@ -10,13 +10,12 @@ Program -> bytes per peer, rank and direction: what the executor must be found t
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from ..layouts.levels import Levels
 from .operations import Block, HeadRange, Post, Wait, blocks_of
-from .program import KINDS, TRANSIENT, Program
+from .program import KINDS, TRANSIENT, Program, kept_with_program
 
 
 def heads_in(heads: HeadRange, *, groups: int, of: int) -> tuple[int, int]:
@@ -31,12 +30,9 @@ def heads_in(heads: HeadRange, *, groups: int, of: int) -> tuple[int, int]:
     return (first * of // groups, -(-(first + count) * of // groups)) if count else (0, of)
 
 
-@lru_cache(maxsize=256)
+@kept_with_program
 def kept_heads(program: Program) -> tuple[HeadRange, ...]:
-    """The groups of each array that blocks name, which is what it keeps; of a rank's own rows, all.
-
-    A memo of a pure function, keyed by identity.
-    """
+    """The groups of each array that blocks name, which is what it keeps; of a rank's own rows, all."""
     array, _, _, head, heads = program.blocks[:, 3:].T
     arrays = len(program.arrays)
     first, stop = np.full(arrays, np.iinfo(np.int32).max), np.zeros(arrays, np.int32)
@@ -131,6 +127,7 @@ def sent_in_layer(program: Program, widths: Widths) -> int:
     return sum(sum(sent(program, widths, backward=b).values()) for b in (False, True))
 
 
+@kept_with_program
 def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]:
     """First and last operation (counted over the direction's phases) that touches each array.
 

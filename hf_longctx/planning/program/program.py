@@ -12,11 +12,11 @@ A program <-> one run of int32 that can travel, and the hash by which both ends 
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -212,6 +212,11 @@ class Program:
         after = self.ops[self.ops[:, 0] == int(backward), 4]
         return frozenset(after[after >= 0].tolist())
 
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What `kept_with_program` functions made of this program."""
+        return {}
+
     def to_json(self) -> dict[str, list[Any]]:
         """A plain form that can be kept, diffed and read back."""
         return {name: getattr(self, name).tolist() for name in _COLUMN_WIDTHS}
@@ -223,6 +228,26 @@ class Program:
 
     def __str__(self) -> str:
         return json.dumps(self.to_json())
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def kept_with_program(
+    function: Callable[Concatenate[Program, _P], _T],
+) -> Callable[Concatenate[Program, _P], _T]:
+    """Memoise a pure function of a program on the program itself, so that both are freed at once."""
+
+    @wraps(function)
+    def memoised(program: Program, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        key = function.__qualname__, args, *kwargs.items()  # programs are pickled: no function
+        if key not in program.derived:
+            program.derived[key] = function(program, *args, **kwargs)
+        found: _T = program.derived[key]
+        return found
+
+    return memoised
 
 
 _COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 6, "blocks": 8, "phases": 0, "head_groups": 0}
@@ -252,9 +277,9 @@ class WireProgram:
     exchanges: bool
 
 
-@lru_cache(maxsize=256)
+@kept_with_program
 def pack(program: Program) -> WireProgram:
-    """The form that travels (memo of a pure function, keyed by identity)."""
+    """The form that travels."""
     columns = [np.asarray(getattr(program, f.name), np.int32) for f in fields(program)]
     shapes = [(len(c), c.shape[1] if c.ndim > 1 else 0) for c in columns]
     run = np.concatenate([np.ravel(shapes).astype(np.int32), *map(np.ravel, columns)])

@@ -24,12 +24,13 @@ from transformers.masking_utils import (
 
 from hf_longctx.attention import hook
 from hf_longctx.attention.masks import Bidirectional, attention_mask
-from hf_longctx.attention.spec import layer_kinds
+from hf_longctx.attention.spec import layer_specs
 from hf_longctx.comm.channels import Hub
-from hf_longctx.data.batch import KEY, LongCtxBatch
+from hf_longctx.data.batch import KEY, Binding, LongCtxBatch
 from hf_longctx.kernels.reference import attention, visible
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.runtime.executor import Runtime
 from hf_longctx.training.probe import probe
@@ -62,7 +63,7 @@ def test_a_layer_kind_counts_what_each_row_sees(length: int, window: int, causal
 
 def test_a_bidirectional_row_costs_its_document() -> None:
     layout = cut([4096, *[512] * 8], ranks=2, layout="contiguous")
-    plan = make_plan("distca", layout, kind=LayerKind(causal=False), tolerance=0.05)
+    plan = make_plan(layout, kind=LayerKind(causal=False), options=PlanOptions(tolerance=0.05))
     assert plan.work(balanced=False).tolist() == [4096**2, 8 * 512**2]
     assert plan.work(balanced=True).sum() == 4096**2 + 8 * 512**2
     assert plan.attention_max_over_mean(balanced=False) > 1.7
@@ -74,7 +75,7 @@ def test_a_bidirectional_row_costs_its_document() -> None:
 def test_work_is_conserved(lengths: list[int], ranks: int, window: int) -> None:
     kind = LayerKind(window=window, causal=False)
     layout = cut(lengths, ranks=ranks, layout="spread")
-    plan = make_plan("distca", layout, kind=kind, tolerance=0.0)
+    plan = make_plan(layout, kind=kind, options=PlanOptions(tolerance=0.0))
     total = sum(int(kind.entries(0, n, length=n)) for n in lengths)
     assert plan.work(balanced=True).sum() == plan.work(balanced=False).sum() == total
 
@@ -140,9 +141,9 @@ def test_whole_models_of_all_ranks_equal_the_twin(name, family, changes, ranks, 
     batches = [documents([131, 1, 60, 37]), documents([2, 300], seed=1)]
     ours = run_ranks(tiny(name, family=family, **changes), batches, ranks=ranks, layout=layout)
     assert ours.error(twin(batches, family=family, **changes)) < EXACT
-    kinds = set(layer_kinds(tiny(name, family=family, **changes).config))
+    kinds = {spec.kind for spec in layer_specs(tiny(name, family=family, **changes).config)}
     for batch in ours.batches:
-        assert {plan.kind for plan in batch._plans.values()} == kinds
+        assert {plan.kind for plan in batch.binding.plans.values()} == kinds
         assert not any(kind.causal for kind in kinds)
 
 
@@ -195,7 +196,7 @@ def test_causal_and_bidirectional_layers_of_one_batch(name):
 
     def work(rank: int) -> None:
         own = torch.from_numpy(layout.flat_rows(rank))
-        batch = LongCtxBatch(layout, rank, runtime=Runtime(channel=channels[rank]))
+        batch = LongCtxBatch(layout, rank, binding=Binding(runtime=Runtime(channel=channels[rank])))
         outs[rank] = [
             hook.run(
                 name,
@@ -206,7 +207,7 @@ def test_causal_and_bidirectional_layers_of_one_batch(name):
             )[0][0]
             for layer, (causal, window) in enumerate(((True, 0), (False, 0), (False, 9)))
         ]
-        assert len(batch._plans) == 3
+        assert len(batch.binding.plans) == 3
 
     threads(work, ranks=2)
     order = torch.from_numpy(layout.inverse())
@@ -261,7 +262,7 @@ def test_documents_of_bert_over_ranks_equal_eager(name):
 
     def work(rank: int) -> None:
         own = torch.from_numpy(layout.flat_rows(rank))
-        batch = LongCtxBatch(layout, rank, runtime=Runtime(channel=channels[rank]))
+        batch = LongCtxBatch(layout, rank, binding=Binding(runtime=Runtime(channel=channels[rank])))
         at = torch.from_numpy(layout.positions(rank))[None]
         with torch.no_grad():
             outs[rank] = model(ids[own][None], position_ids=at, **{KEY: batch}).logits[0]

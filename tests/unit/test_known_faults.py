@@ -1,4 +1,4 @@
-"""Known faults at the scale of one kernel, one cut or one registration, with their wrong values."""
+"""Show known faults at the scale of one kernel, cut or registration, with their wrong values."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from hf_longctx.kernels.softmax import merge
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.checker import check
 
@@ -36,7 +37,7 @@ def test_b19_the_loss_of_documents_shorter_than_a_zigzag(name, lengths):
 @NAMES
 def test_b23_an_uneven_zigzag_is_exact_and_never_stalls(name):
     layout = cut([2999], ranks=4, layout="zigzag")
-    plan = make_plan(name, layout, kind=LayerKind())
+    plan = make_plan(layout, kind=LayerKind(), options=PlanOptions(algorithm=name))
     check(plan)
     rows = Rows.random(2999, heads=1, kv_heads=1, head_dim=8)
     assert run_threads(plan, rows).results.error(reference(rows, [2999])) < 1e-10

@@ -1,4 +1,4 @@
-"""Places, the flag and given rates -> levels; who sends what to whom when links are probed."""
+"""Find domains of ranks from places, the flag and given rates, and probe links between them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hf_longctx.comm.topology import (
     find_topology,
     gather,
     given_levels,
-    merge,
-    neighbours,
-    nest,
+    merge_levels,
+    nested_levels,
     node_name,
     own_place,
     pci_place,
     probe,
+    probe_neighbours,
 )
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.training.groups import Group, add_channels, make_runtime
@@ -59,7 +59,7 @@ def rates(*together: float) -> list[LinkRate]:
 def test_neighbours_that_share_a_place_are_a_domain(
     places: list[str], sizes: tuple[int, ...], depths: tuple[int, ...]
 ) -> None:
-    assert nest(places) == (Levels(sizes), depths)
+    assert nested_levels(places) == (Levels(sizes), depths)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_levels_merge_where_links_inside_are_not_faster(
     merged: tuple[int, ...],
     kept: tuple[float, ...],
 ) -> None:
-    levels, left = merge(Levels(sizes), rates(*together))
+    levels, left = merge_levels(Levels(sizes), rates(*together))
     assert (levels, [rate.together for rate in left]) == (Levels(merged), list(kept))
 
 
@@ -183,7 +183,7 @@ def test_the_flag_is_taken_as_it_is_and_logged(caplog: Any) -> None:
 def test_probes_go_round_the_ranks_that_differ_at_one_level() -> None:
     levels = Levels((3, 2))
     pairs = {
-        (level, alone): [neighbours(levels, r, level, alone=alone) for r in range(6)]
+        (level, alone): [probe_neighbours(levels, r, level, alone=alone) for r in range(6)]
         for level in (0, 1)
         for alone in (False, True)
     }
@@ -191,7 +191,7 @@ def test_probes_go_round_the_ranks_that_differ_at_one_level() -> None:
     assert pairs[1, False] == [(1, 1), (0, 0), (3, 3), (2, 2), (5, 5), (4, 4)]
     assert pairs[0, True] == [(2, 2), None, (0, 0), None, None, None]
     assert pairs[1, True] == [(1, 1), (0, 0), None, None, None, None]
-    assert neighbours(Levels((2, 1)), 0, 1, alone=False) is None
+    assert probe_neighbours(Levels((2, 1)), 0, 1, alone=False) is None
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 1), (2, 2, 2)], ids=str)
@@ -199,7 +199,9 @@ def test_each_send_of_a_probe_has_its_receive(sizes: tuple[int, ...]) -> None:
     levels = Levels(sizes)
     for level in range(len(sizes)):
         for alone in (False, True):
-            pairs = [neighbours(levels, rank, level, alone=alone) for rank in range(levels.ranks)]
+            pairs = [
+                probe_neighbours(levels, rank, level, alone=alone) for rank in range(levels.ranks)
+            ]
             sends = {(rank, pair[0]) for rank, pair in enumerate(pairs) if pair}
             assert sends == {(pair[1], rank) for rank, pair in enumerate(pairs) if pair}
             assert all(levels.crosses(*ends) == level for ends in sends)

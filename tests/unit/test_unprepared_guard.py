@@ -1,4 +1,4 @@
-"""Models with recurrent layers that are not prepared, or no longer, refuse packed documents."""
+"""Reject packed documents in recurrent models that are not prepared, or no longer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_longctx
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.planning.layouts.layout import cut
-from hf_longctx.recurrent.unprepared_guard import guard_names
+from hf_longctx.recurrent.unprepared_guard import guard_by_name
 from hf_longctx.support import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -98,7 +98,7 @@ def test_hybrids_are_watched_and_softmax_models_are_not():
 def test_registering_again_changes_nothing():
     asked = PreTrainedModel._check_and_adjust_attn_implementation
     hf_longctx.register()
-    guard_names()
+    guard_by_name()
     assert PreTrainedModel._check_and_adjust_attn_implementation is asked
     model = tiny("zeco_linear", family="mamba")
     model.set_attn_implementation("distca")
@@ -117,7 +117,7 @@ def test_a_library_that_asks_otherwise_is_told_of(missing, monkeypatch, caplog):
         monkeypatch.delattr(PreTrainedModel, name)
     else:
         monkeypatch.setattr(PreTrainedModel, name, other)
-    guard_names()
+    guard_by_name()
     assert getattr(PreTrainedModel, name, other) is other
     ((_, level, message),) = caplog.record_tuples
     found = "no such function" if missing else "self name"
@@ -137,23 +137,6 @@ def test_a_pickled_model_refuses_documents_until_it_is_prepared_again(family):
             part(**DOCUMENTS)
     assert torch.equal(logits(hf_longctx.prepare(loaded), **DOCUMENTS), right)
     assert torch.equal(logits(copy.deepcopy(loaded), **DOCUMENTS), right)
-
-
-def refused(context: Any, *, file: str) -> str:
-    """A rank's job: what a process that has prepared nothing makes of a model that was."""
-    model = torch.load(file, weights_only=False)
-    try:
-        model(**DOCUMENTS)
-    except ValueError as error:
-        return f"{error} {bool(logits(hf_longctx.prepare(model), **DOCUMENTS).isfinite().all())}"
-    return "nothing was refused"
-
-
-@pytest.mark.parametrize("family", ["jamba", "mamba2"])
-def test_a_model_saved_whole_refuses_documents_in_another_process(family, tmp_path, rank_pool):
-    torch.save(hf_longctx.prepare(tiny("eager", family=family)), tmp_path / "whole.pt")
-    (found,) = rank_pool.run(refused, ranks=1, file=str(tmp_path / "whole.pt"))
-    assert re.search(f"{NO_LONGER} True$", found)
 
 
 def test_a_model_under_mixed_precision_is_still_prepared():

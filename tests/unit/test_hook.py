@@ -1,4 +1,4 @@
-"""The attention hook: whole models over ranks against the naive twin, and right without ranks."""
+"""Compare the attention hook in whole models over ranks with the naive twin, and without ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from tiny import (
 )
 
 from hf_longctx.attention.boundaries import local_documents
-from hf_longctx.attention.spec import layer_kinds
+from hf_longctx.attention.spec import layer_specs
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.planning.layouts.layout import cut
+from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.runtime.executor import Runtime
 
 NAMES = pytest.mark.parametrize("name", ["distca", "ring"])
@@ -143,7 +144,7 @@ def test_b47_checkpointing_recomputes_no_attention_and_sends_nothing(name, reent
         assert runtime.account.recomputed == runtime.account.calls == 2
         assert runtime.account.recompute_bytes == 0
     for batch in (*ours.batches, *plain.batches):
-        assert not batch.saved.results
+        assert not batch.binding.saved.results
 
 
 @NAMES
@@ -153,7 +154,7 @@ def test_b48_two_batches_in_flight(name, checkpointing, ranks):
     batches = [documents([6, 2]), documents([3, 5], seed=1)]
     together = run_ranks(tiny(name), batches, ranks=ranks, checkpointing=checkpointing)
     assert together.error(twin(batches)) < EXACT
-    assert all(not batch.saved.results for batch in together.batches)
+    assert all(not batch.binding.saved.results for batch in together.batches)
 
 
 def test_b48_a_batch_in_two_forwards_is_refused_under_checkpointing():
@@ -263,25 +264,6 @@ def test_b52_generate_and_decode_on_a_cache(name, family, cache, padding):
     assert found[0][0].shape == (2, 11)
 
 
-def generate_alone(context: Any, *, name: str) -> list[int]:
-    """Rank 0 generates and the others do nothing: any exchange would time out."""
-    if context.rank:
-        return []
-    model = tiny(name, dtype=torch.float32).eval()
-    prompt = ids(7)
-    given = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "max_new_tokens": 4}
-    tokens = model.generate(prompt, do_sample=False, **given)
-    assert not context.channel.sent
-    stock = tiny("sdpa", dtype=torch.float32).eval()
-    assert torch.equal(tokens, stock.generate(prompt, do_sample=False, **given))
-    return tokens[0].tolist()
-
-
-def test_b52_one_rank_alone_generates(rank_pool):
-    ours, others = rank_pool.run(generate_alone, ranks=2, name="distca")
-    assert others == [] and len(ours) == 11
-
-
 # Documents without a batch object
 
 
@@ -355,15 +337,17 @@ def test_boundaries_that_differ_or_decrease_are_refused():
 
 def test_a_batch_pickles_small_and_plans_alike():
     layout = cut([7, 4000, 93], ranks=4, layout="spread")
-    given = {"tolerance": 0.5, "budget": 4100, "filler": 3, "contents": 9}
-    batch = LongCtxBatch(layout, 2, **given, runtime=Runtime())
-    kinds = layer_kinds(tiny("distca").config)
+    options = PlanOptions(tolerance=0.5)
+    given = {"options": options, "budget": 4100, "filler": 3, "contents": 9}
+    batch = LongCtxBatch(layout, 2, **given)
+    batch.bind(Runtime())
+    kinds = [spec.kind for spec in layer_specs(tiny("distca").config)]
     digest = batch.digest("distca", kinds)
-    batch.saved.keep(0, (torch.zeros(9), torch.zeros(9)))
+    batch.binding.saved.keep(0, (torch.zeros(9), torch.zeros(9)))
     pickled = pickle.dumps(batch)
     again = pickle.loads(pickled)
     assert len(pickled) < 4096
     assert again.digest("distca", kinds) == digest
     assert again.rank == 2
     assert {name: getattr(again, name) for name in given} == given
-    assert again.runtime is None and not again.saved.results
+    assert again.binding.runtime is None and not again.binding.saved.results
