@@ -33,7 +33,7 @@ from ..planning.layouts.cost import CostTable
 from ..planning.layouts.levels import Levels, Machine, NeighbourLink
 from ..planning.planners.options import Auto, PlanOptions
 from ..planning.predict.predict import BACKWARD
-from ..planning.predict.scan_schedule import Sizes
+from ..planning.predict.scan_schedule import StateSizes
 from ..planning.program.counts import Widths
 from ..support import NESTED
 from ..version import VERSION
@@ -239,8 +239,8 @@ def find_link(channel: Channel, *, ranks: int) -> NeighbourLink:
 
 
 def log_scans(
-    batch: LongCtxBatch, *, before: frozenset[tuple[Sizes, int]]
-) -> frozenset[tuple[Sizes, int]]:
+    batch: LongCtxBatch, *, before: frozenset[tuple[StateSizes, int]]
+) -> frozenset[tuple[StateSizes, int]]:
     """Log what the scans of a batch took, for each kind of layer and length of a chain of ranks
     that is not in `before`.
 
