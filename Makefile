@@ -35,7 +35,7 @@ demo: $(INSTALLED)  ## fine-tune SmolLM2-135M on two CPU ranks, reload it, gener
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/reload_and_generate.py outputs/smollm2-distca-cpu
 
 test-fast: $(INSTALLED)  ## tests that start no process (under three minutes)
-	$(TESTS) tests/unit $(PARALLEL)
+	$(TESTS) tests/unit -m "not slow" $(PARALLEL)
 
 test: $(INSTALLED)  ## all tests but the slow ones (about 20 minutes on two cores)
 	$(TESTS) tests -m "not slow" $(PARALLEL)
@@ -55,7 +55,7 @@ test-lowest: dist  ## unit tests and three verify runs with the lowest supported
 	$(BIN)/python .ci/lowest.py > $(LOWEST)/floors.txt
 	$(LOWEST)/bin/python -m pip install -q -c $(LOWEST)/floors.txt -c constraints-lowest.txt \
 		"$$(echo dist/hf_longctx-*.whl)[trl,peft,test]"
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/unit $(PARALLEL)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/unit -m "not slow" $(PARALLEL)
 	for run in llama:distca gemma2:ring qwen3_next:zeco_linear; do \
 		HF_HUB_OFFLINE=1 $(LOWEST)/bin/hf-longctx verify --ranks 2 \
 			--model tests/configs/tiny_$${run%:*}.json --attn_implementation $${run#*:} || exit 1; \

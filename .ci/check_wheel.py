@@ -1,7 +1,7 @@
 """Check an installed wheel where nothing of the repository is in reach, for `make wheel`.
 
-Run by the Python of the environment that holds the wheel. In an empty folder: `hf-longctx --version`,
-`init`, `check`, and two steps of the recipe on two CPU ranks, with a tiny config, tokenizer and
+Run by the Python of the environment that holds the wheel. In an empty folder:
+`hf-longctx --version`, `init`, `check`, and two steps of the recipe on two CPU ranks, with a tiny config, tokenizer and
 data set made here.
 """
 
@@ -74,7 +74,14 @@ def main() -> None:
         assert "distca works" in " ".join(printed.split()), printed
         run(
             *("accelerate", "launch", "--config_file", "my_run/cpu_2.yaml", "-m", "hf_longctx.sft"),
-            *("--config", "my_run/distca_cpu.yaml", "--model_name_or_path", "tokenizer"),
+            *(
+                "--config",
+                "my_run/distca_cpu.yaml",
+                "--model_name_or_path",
+                "tokenizer",
+                "--gguf_file",
+                "",
+            ),
             *("--model_config", "config.json", "--data", "documents.jsonl", "--max_steps", "2"),
             *("--longctx_max_tokens_per_rank", "40", "--output_dir", "out"),
             *("--summary_json", "summary.json"),

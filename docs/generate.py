@@ -14,9 +14,8 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import hf_longctx  # noqa: E402
 from hf_longctx import LongCtxArguments, LongCtxTrainingArguments, support  # noqa: E402
 from hf_longctx.cli import profile, sft, verify  # noqa: E402
-from hf_longctx.training import report, steps  # noqa: E402
+from hf_longctx.training import report  # noqa: E402
 from hf_longctx.verify.check import Row  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks"  # docstrings of its modules name the keys
@@ -134,32 +133,9 @@ def support_table() -> str:
 
 # logged_keys.md
 
-# The code names these keys where it forms them. A table `LOGGED_KEYS` beside `StepReport` would be
-# a better home for these lines; this script would then only print it.
-LOGGED_KEYS = {
-    "longctx_tokens": "tokens of the batches, without filler",
-    "longctx_fill": "those tokens over what the batches could hold",
-    "longctx_attention_before": "attention work of the busiest rank over the mean (max/mean), with "
-    "every task on the rank that holds its queries. Softmax layers only: the work of recurrent "
-    "layers follows the tokens, which are even",
-    "longctx_attention_after": "the same, as planned. Only `distca` and `ulysses` change it. "
-    "Attention servers count",
-    "longctx_bytes_moved": "bytes that all trainers sent",
-    "longctx_wait_seconds": "the longest time that any rank waited for messages",
-    "longctx_bytes_level_N": "in nested domains, the bytes that crossed level N; 0 is the "
-    "outermost. With `--longctx_topology 2x4`, level 0 is between the nodes, level 1 inside them",
-    "longctx_halved": "with `--longctx_overlap pingpong`, the share of batches that ran as two "
-    "halves",
-    "longctx_servers": "attention servers at the last batch",
-    "longctx_server_tasks": "the share of attention work that the servers did",
-}
-
 
 def logged_keys() -> str:
     """The keys that each logged step adds."""
-    named = {*_keys_in(report), *_keys_in(steps), f"{report.LEVEL}N"}
-    if named != set(LOGGED_KEYS):
-        raise SystemExit(f"LOGGED_KEYS and the code differ: {sorted(named ^ set(LOGGED_KEYS))}")
     return "\n".join(
         [
             "# Logged keys",
@@ -169,25 +145,12 @@ def logged_keys() -> str:
             "",
             "| key | meaning |",
             "|---|---|",
-            *(f"| `{key}` | {text} |" for key, text in LOGGED_KEYS.items()),
+            *(f"| `{key}` | {text} |" for key, text in report.LOGGED_KEYS.items()),
             "",
             "`make demo` and the callback print them as a table at the end of a run.",
             "",
         ]
     )
-
-
-def _keys_in(module: ModuleType) -> Iterator[str]:
-    """Constants that start with `longctx_`: keys of dict literals, and keys set in `logs`."""
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
-        keys: list[Any] = []
-        if isinstance(node, ast.Dict):
-            keys = node.keys
-        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            keys = [node.slice] if node.value.id == "logs" else []
-        for key in keys:
-            if isinstance(key, ast.Constant) and str(key.value).startswith(LONGCTX):
-                yield str(key.value)
 
 
 # json_keys.md
@@ -227,7 +190,7 @@ def json_keys() -> str:
         "",
         "## `--summary_json` of the recipe, `trainer.longctx_summary()`",
         "",
-        _section(inspect.getdoc(report.summary) or "", "Returns"),
+        *_table(report.SUMMARY_KEYS),
         "",
         "## `hf-longctx profile`",
         "",

@@ -1,12 +1,12 @@
-"""A command line -> the script to run, what is ours of it, and what stays the script's.
+"""Run an unmodified Trainer script with batches that a group of ranks shares.
 
+    accelerate launch --config_file CONFIG -m hf_longctx.run their_script.py \\
+        --attn_implementation distca --longctx_max_tokens_per_rank 4096 --their_flag ...
+
+Our flags are taken off the command line. The script then runs in this process, as `__main__`, with
+three public entry points of its libraries replaced: `ArgumentParser.parse_known_args`,
+`from_pretrained` (and `from_config`) of causal models, and the construction of a `Trainer`.
 Layer: run.
-An unmodified Trainer script -> the same script, with batches that a group of ranks shares.
-
-    accelerate launch --config_file CONFIG -m hf_longctx.run their_script.py \
-        --attn_implementation distca --longctx_max_tokens_per_rank 4096 --their_flag ... The script runs in this process, as `__main__`. Its parser, its model and its
-Trainer meet us at three public names: `ArgumentParser.parse_known_args`, `from_pretrained` (and
-`from_config`), and the making of a `Trainer`.
 """
 
 import argparse
@@ -42,25 +42,25 @@ from .training.trainer import LongCtxTrainerMixin
 
 NAME = "attn_implementation"
 _EPILOG = """\
-Flags that start with --longctx_ and --attn_implementation may stand anywhere behind the script.
-They go to the script where its own parser knows them; everything else is handed on as it is.
+Flags that start with --longctx_ and --attn_implementation may stand anywhere after the script. They
+are passed to the script if its own parser knows them; all other flags are passed on unchanged.
 
 The script's transformers.Trainer, or trl.SFTTrainer, then takes documents (rows of input_ids and
 optional labels) and shares batches of them among the ranks. A batch holds ranks x
---longctx_max_tokens_per_rank tokens, so per_device_train_batch_size must be 1; left out, it is.
-`hf-longctx check --model M` says beforehand whether a model will do.
+--longctx_max_tokens_per_rank tokens, so per_device_train_batch_size must be 1; that is the default.
+`hf-longctx check --model M` tells beforehand whether a model works.
 """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command line, taken apart.
+    """A parsed command line.
 
     Args:
         script (`str`): Path of the script, or name of a module.
         module (`bool`): Whether it is a module (`-m NAME`).
         rest (`list[str]`): The script's arguments without ours.
-        taken (`dict[str, str]`): Ours, as given: flag with underscores -> value.
+        taken (`dict[str, str]`): Our flags, with underscores, and their values as given.
         name (`str`): Attention name.
         longctx (`LongCtxArguments`): The `longctx_*` flags.
     """
@@ -74,10 +74,10 @@ class Command:
 
 
 def read(argv: Sequence[str]) -> Command:
-    """Take our flags off a command line.
+    """Split a command line into the script, its arguments, and our flags.
 
     Raises:
-        SystemExit: on `--help`, a missing script, or a flag of ours that is wrong.
+        SystemExit: on `--help`, a missing script, or a wrong flag of ours.
         ValueError: from `LongCtxArguments`, or for an attention name that is not ours.
     """
     parser = HfArgumentParser(
@@ -121,11 +121,11 @@ def read(argv: Sequence[str]) -> Command:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the text as it is written."""
+    """Show defaults, and texts as they are written."""
 
 
 def _split(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The script's arguments, and ours by flag; a flag given twice counts the last time."""
+    """Separate the script's arguments from ours; of a flag given twice the last value counts."""
     rest, taken = [], {}
     left = iter(given)
     for part in left:
@@ -139,7 +139,7 @@ def _split(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def flags_in(argv: Sequence[str]) -> set[str]:
-    """The flags of a command line, without dashes, with underscores."""
+    """Return the flags of a command line, without leading dashes, with underscores."""
     return {part.partition("=")[0].lstrip("-").replace("-", "_") for part in argv}
 
 
@@ -147,10 +147,10 @@ logger = logging.getLogger("hf_longctx.run")  # this module runs as __main__
 
 
 class Launch:
-    """The script under way: what was handed to whom.
+    """The run of a script, and where our flags went.
 
     Args:
-        command (`Command`): What to run.
+        command (`Command`): The parsed command line.
     """
 
     def __init__(self, command: Command) -> None:
@@ -175,7 +175,7 @@ class Launch:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """The public names replaced, and `sys` as the script expects it."""
+        """Replace the entry points, and set `sys.argv` and `sys.path` as the script expects."""
         parser, auto = argparse.ArgumentParser, AutoModelForCausalLM
         folder = os.path.dirname(os.path.abspath(self.command.script))
         replaced: list[tuple[Any, str, Any]] = [
@@ -189,16 +189,17 @@ class Launch:
         ]
         with ExitStack() as stack:
             for owner, name, value in replaced:
-                # a class without a __new__ of its own gets a plain one: Python forgets none
+                # Trainer has no __new__ of its own, and deleting one that was set leaves a class
+                # that refuses arguments: it gets a plain one instead.
                 stack.callback(setattr, owner, name, vars(owner).get(name, _plain_new))
                 setattr(owner, name, value)
             yield
 
     def _parsing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`parse_known_args` that hands our flags to a parser that knows them.
+        """Wrap `parse_known_args` to pass our flags to a parser that knows them.
 
-        They go first, so that nothing behind a `--` or a subcommand swallows them; a list that the
-        script wrote out empty gets none.
+        They go first, so that a `--` or a subcommand does not swallow them. A script that parses an
+        explicit empty list gets none.
         """
 
         def parse_known_args(parser: Any, args: Any = None, namespace: Any = None) -> Any:
@@ -214,7 +215,7 @@ class Launch:
         return parse_known_args
 
     def _naming(self, original: Any) -> Any:
-        """`from_pretrained` or `from_config` of causal models that loads them under our name."""
+        """Wrap `from_pretrained` or `from_config` to load causal models under our name."""
 
         def load(of: type, *args: Any, **kwargs: Any) -> Any:
             if "ForCausalLM" in of.__name__:
@@ -227,14 +228,14 @@ class Launch:
         return classmethod(load)
 
     def _made(self, of: type, *args: Any, **kwargs: Any) -> Any:
-        """A new Trainer, of a class that takes documents and shares batches."""
+        """Make a Trainer of a subclass that takes documents and shares batches (a `__new__`)."""
         return object.__new__(self.cooperative(of))
 
     def _cooperative(self, of: type) -> type:
         return type(of.__name__, (_Launched, of), {"launch": self, "__module__": of.__module__})
 
-    def say(self, trainer: str, changes: Sequence[str]) -> None:
-        """Two lines on what was done, once."""
+    def log_changes(self, trainer: str, changes: Sequence[str]) -> None:
+        """Log two lines on what was changed, for the first Trainer only."""
         self.trainers += 1
         if self.trainers > 1:
             return
@@ -255,7 +256,7 @@ class Launch:
 
 
 def _from_us(error: BaseException) -> bool:
-    """Whether an error was raised by a line of this package."""
+    """Tell whether an error was raised by a line of this package."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("hf_longctx")
 
@@ -265,7 +266,7 @@ def _plain_new(of: type, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Launched(LongCtxTrainerMixin):
-    """The mixin for a Trainer whose script knows nothing of it."""
+    """The mixin for a Trainer whose script does not know of it."""
 
     launch: ClassVar[Launch]
 
@@ -275,11 +276,11 @@ class _Launched(LongCtxTrainerMixin):
         except ValueError as error:
             if not _from_us(error):
                 raise
-            logger.error("error: %s", error)  # the script's own lines would say nothing
+            logger.error("error: %s", error)  # a traceback through the script would hide it
             sys.exit(2)
 
     def _longctx_arguments(self) -> None:
-        """Attach the `longctx_*` fields, and the only batch size that packs have."""
+        """Attach the `longctx_*` fields, and set unset batch sizes to 1."""
         arguments, command, changes = self.args, self.launch.command, []
         for field in dataclasses.fields(LongCtxArguments):
             if field.name in command.taken or not hasattr(arguments, field.name):
@@ -290,22 +291,23 @@ class _Launched(LongCtxTrainerMixin):
                 setattr(arguments, size, 1)
                 changes.append(f"{size}, unset, is 1 instead of {value}")
         self._train_batch_size = arguments.train_batch_size
+        # Trainers wait for each other's data longer than Transformers' default allows.
         usual = TrainingArguments.__dataclass_fields__["ddp_timeout"].default
         if arguments.ddp_timeout == usual and "ddp_timeout" not in given:
             arguments.ddp_timeout = LongCtxTrainingArguments.ddp_timeout
         if getattr(arguments, "max_length", None):  # of SFTConfig, 1024 when left out
             changes.append(f"max_length={arguments.max_length} of the script cut them beforehand")
-        self.launch.say(type(self).__name__, changes)
+        self.launch.log_changes(type(self).__name__, changes)
 
 
 def _wants_deepspeed(command: Command) -> bool:
-    """Accelerate passes over DeepSpeed where its own variable asks for the CPU."""
+    """Tell whether DeepSpeed is asked for: Accelerate ignores it if ACCELERATE_USE_CPU is set."""
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     return by_launcher or "deepspeed" in flags_in(command.rest)
 
 
 def _log_to_stderr() -> None:
-    """Show what we say on the main process, and warnings on all; the script logs as it likes."""
+    """Show our log on the main process, and warnings on all; the script's logging is untouched."""
     package, handler = logging.getLogger("hf_longctx"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     package.addHandler(handler)
@@ -314,7 +316,7 @@ def _log_to_stderr() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Take our flags, run the script."""
+    """Parse our flags and run the script."""
     _log_to_stderr()
     try:
         launch = Launch(read(argv))
@@ -322,7 +324,7 @@ def main(argv: Sequence[str]) -> None:
         logger.error("hf_longctx.run: %s", error)
         sys.exit(2)
     if not (torch.cuda.is_available() or _wants_deepspeed(launch.command)):
-        # without it, several processes without a GPU would silently train apart
+        # Without it, several processes without a GPU would each train alone, without a word.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     launch.run()
 

@@ -31,9 +31,18 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for a device as it 
 # Modeling files that find flash-linear-attention take its kernels, which no CPU runs.
 sys.modules["fla"] = None  # type: ignore[assignment]
 
-# No deadlines: a busy machine would miss them.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tests")
+# No deadlines: a busy machine would miss them. `helpers.examples` scales by `max_examples`.
+settings.register_profile(
+    "all", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("fast", settings.get_profile("all"), max_examples=40)
+settings.load_profile("all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer random examples where the slow tests are left out, too."""
+    if config.getoption("markexpr") == "not slow":
+        settings.load_profile("fast")
 
 
 @pytest.fixture(scope="session")

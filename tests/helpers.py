@@ -55,8 +55,8 @@ GOLDEN_2 = [
 
 
 def examples(number: int) -> settings:
-    """Run a property on this many random examples, under the profile of `conftest.py`."""
-    return settings(max_examples=number)
+    """Run a property on this many random examples, or on the share that the profile allows."""
+    return settings(max_examples=max(1, number * settings.default.max_examples // 100))
 
 
 @st.composite

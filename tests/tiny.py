@@ -287,3 +287,8 @@ def with_lora(model: Any) -> Any:
         if parameter.requires_grad:
             parameter.data.normal_(std=0.3)  # B starts at zero, which would hide dropout
     return adapted
+
+
+def fill(packs: Any, *, capacity: int) -> float:
+    """Tokens in packs over the tokens they have room for."""
+    return sum(piece.length for pack in packs for piece in pack) / (len(packs) * capacity)

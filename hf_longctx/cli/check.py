@@ -1,7 +1,7 @@
-"""`hf-longctx check`: which attention names a checkpoint or config works under, as a table.
+"""`hf-longctx check`: show which attention names a checkpoint or config works under.
 
-Layer: cli. Exit codes: 0 a name (or the one given) works, 2 none does, 1 a missing file or a
-wrong flag.
+Exit codes: 0 a name (or the one given) works, 2 none does, 1 a missing file or a wrong flag, so
+that scripts can tell "refused" from "misspelt". Layer: cli.
 """
 
 import argparse
@@ -21,10 +21,10 @@ def add_command(commands: Any) -> None:
         "check",
         help="will it work with my model? every attention name, and why not",
         description=(
-            "Asks the config's rules, then runs a few tokens through a small instance of the "
-            "family (the same layer kinds, heads, rotary settings, windows and flags; weights are "
-            "not needed). Exit code 0: a name, or the one given, works; 2: none does; 1: a missing "
-            "file or a wrong flag."
+            "Applies the rules to the config, then runs a few tokens through a small instance of "
+            "the family (the same layer kinds, heads, rotary settings, windows and flags; weights "
+            "are not needed). Exit code 0: a name, or the one given, works; 2: none does; 1: a "
+            "missing file or a wrong flag."
         ),
         epilog="example: hf-longctx check --model tests/configs/tiny_llama.json",
     )
@@ -41,12 +41,13 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows of `hf_longctx.check` for a config; returns the exit code."""
+    # Imported here: `hf-longctx --help` should not wait for Transformers' models.
     from transformers.utils import logging
 
     from ..verify.check import check
     from ..verify.twins import load_config
 
-    logging.set_verbosity_error()  # a small instance's warnings are not about the checkpoint
+    logging.set_verbosity_error()  # warnings of the small instance are not about the checkpoint
     wanted = arguments.attn_implementation
     try:
         if wanted is not None:
@@ -71,7 +72,7 @@ def _wrong(message: str) -> int:
 
 
 def _table(rows: list[Any]) -> list[str]:
-    """A line for each name; names refused for the same reasons share them."""
+    """Format a line per name; names in a row that are refused for the same reasons share them."""
     width = max(len(row.name) for row in rows)
     lines = []
     for row, after in zip(rows, [*rows[1:], None], strict=True):

@@ -1,7 +1,7 @@
 """`hf-longctx init`: copy a recipe and its accelerate config into a folder, to edit and launch.
 
-Layer: cli. The wheel carries the files of `recipes/` and `accelerate_configs/` as package data; in a
-clone they are read from the top of the repository. Exit codes: 0 written, 2 refused.
+The wheel carries the files of `recipes/` and `accelerate_configs/` as package data; in a clone they
+are read from the top of the repository. Exit codes: 0 written, 2 refused. Layer: cli.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         place.write_text(content, encoding="utf-8")
         print(f"wrote {place}", file=sys.stderr)
     print(
-        f"Edit model_name_or_path and data in {recipe}, or give them as flags, then run:\n\n"
+        f"Edit model_name_or_path, gguf_file and data in {recipe}, then run:\n\n"
         f"    accelerate launch --config_file {folder / config} -m hf_longctx.sft "
         f"--config {recipe}"
     )

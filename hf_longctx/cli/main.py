@@ -1,8 +1,8 @@
-"""`hf-longctx`: check and verify a model under our names, profile, serve, and start a run.
+"""`hf-longctx`: check and verify a model under our names, start a run, profile, and serve.
 
-Layer: cli. Exit codes: 0 all bounds hold, 1 some do not or a rank failed, 2 refused or wrong flags;
-`check`: 0 a name works, 2 none does, 1 a missing file or wrong flags. Figures go to standard output,
-progress to standard error.
+Figures go to standard output, progress to standard error. Exit codes: 0 all bounds hold, 1 some do
+not or a rank failed, 2 refused or wrong flags; `check`: 0 a name works, 2 none does, 1 a missing
+file or wrong flags. Layer: cli.
 """
 
 import argparse

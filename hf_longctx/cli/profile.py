@@ -33,10 +33,10 @@ def add_command(commands: Any) -> None:
         "profile",
         help="measure what attention costs on this device, for --longctx_cost measured",
         description=(
-            "Times the attention kernels over a grid of query rows and keys, on one thread, and\n"
-            "saves the table in the user's cache, where --longctx_cost measured reads it. Takes 10\n"
-            "to 60 seconds. Take the shape from the model's config: num_attention_heads,\n"
-            "num_key_value_heads, head_dim.\n"
+            "Times the attention kernels over a grid of query rows and keys, on one thread,\n"
+            "and saves the table in the user's cache, where --longctx_cost measured reads it.\n"
+            "Takes 10 to 60 seconds. Take the shape from the model's config:\n"
+            "num_attention_heads, num_key_value_heads, head_dim.\n"
         ),
         epilog=(
             "example:\n  hf-longctx profile --heads 9 --kv_heads 3 --head_dim 64 --compare 3\n\n"

@@ -49,12 +49,15 @@ def add_command(commands: Any) -> None:
 
 @dataclass
 class ModelArguments:
-    """Which model, and how its attention runs."""
+    """The model, and how its attention runs."""
 
     model_name_or_path: str = field(
         default="", metadata={"help": "Checkpoint folder or name, or package:NAME[/FOLDER]."}
     )
-    gguf_file: str | None = field(default=None, metadata={"help": "A GGUF file in that folder."})
+    gguf_file: str | None = field(
+        default=None,
+        metadata={"help": 'A GGUF file in that folder. "": none, over a --config with one.'},
+    )
     model_config: str | None = field(
         default=None,
         metadata={
@@ -76,7 +79,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """Which documents."""
+    """The documents to train and evaluate on."""
 
     data: str = field(
         default="",
@@ -255,7 +258,7 @@ def new_model(arguments: ModelArguments, tokenizer: Any) -> Any:
 def load_tokenizer(arguments: ModelArguments, folder: str) -> Any:
     """Load the tokenizer. A wrong model name is reported here, before anything else is read."""
     try:
-        return AutoTokenizer.from_pretrained(folder, gguf_file=arguments.gguf_file)
+        return AutoTokenizer.from_pretrained(folder, gguf_file=arguments.gguf_file or None)
     except (OSError, ValueError) as error:
         lacks = "no such folder, and no model of that name on the Hub"
         if Path(folder).is_dir():

@@ -155,9 +155,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _add_longctx_flags(parser: argparse.ArgumentParser, *, names: Sequence[str]) -> None:
-    """Add the fields `longctx_X` in `names` as `--X`, or spelled as in training, as errors name them.
+    """Add the fields `longctx_X` in `names` as `--X` and, as in training, as `--longctx_X`.
 
-    Flags that a command does not use stay unknown to it.
+    Errors name the second spelling. Flags that the command does not use stay unknown to it.
     """
     from ..config import LongCtxArguments
 

@@ -1,7 +1,7 @@
-"""Conversations, prompts with completions, texts -> rows of `input_ids`, and of masks of targets.
+"""Tokenise conversations, prompts with completions and texts into `input_ids` and target masks.
 
-Layer: data. Rows are tokenised as TRL's `SFTTrainer` does it, so that a data set gives the same
-tokens and targets under both. Masks become labels in `documents`.
+Rows are tokenised as TRL's `SFTTrainer` does it, so that a data set gives the same tokens and
+targets under both. `documents` turns the masks into labels. Layer: data.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def tokenize_rows(
     completion_only_loss: bool = True,
     description: str = "train_dataset",
 ) -> Any:
-    """Turn a data set of text into one of tokens, by the columns that its first row has.
+    """Tokenise a data set of text. The columns of its first row decide how rows are read.
 
-    - `messages` or `conversations`: the tokens of the chat template, with `tools` where a row has
-      them; all are targets, or the assistant's.
-    - `prompt` and `completion`, each text or messages: both, joined; the completion's are targets.
-    - `text_field`: the text's, ended by the end-of-text token; all are targets.
-    - `input_ids`: as they are; `labels`, `completion_mask` and `assistant_masks` tell the targets.
+    - `messages` or `conversations`: the tokens of the chat template, with the row's `tools` if it
+      has them. All tokens are targets, or only the assistant's.
+    - `prompt` and `completion`, each text or messages: the tokens of both, joined. The completion's
+      tokens are targets.
+    - `text_field`: the tokens of the text and the end-of-text token. All are targets.
+    - `input_ids`: as they are. `labels`, `completion_mask` and `assistant_masks` give the targets.
 
     Args:
         dataset (`datasets.Dataset` or `datasets.IterableDataset`): Rows of text. A stream is
@@ -47,36 +48,37 @@ def tokenize_rows(
         tokenizer (`PreTrainedTokenizerBase`): The model's. Chats need its chat template.
         text_field (`str`, *optional*, defaults to `"text"`): Column of plain text.
         assistant_only_loss (`bool`, *optional*, defaults to `False`): Whether only what the
-            assistant says is a target, by the template's `{% generation %}` marks. For a template
-            without them, the one that TRL ships for this family is used, and that is logged.
-        completion_only_loss (`bool`, *optional*, defaults to `True`): Whether prompts are no
-            targets.
+            assistant says is a target, by the template's `{% generation %}` marks. If the template
+            has none, the one that TRL ships for this family is used, and that is logged.
+        completion_only_loss (`bool`, *optional*, defaults to `True`): Whether only completions are
+            targets, not prompts.
         description (`str`, *optional*): What to call the data set in messages.
 
     Returns:
-        As `dataset`, with `input_ids` and, where not all tokens are targets, `completion_mask` or
+        As `dataset`, with `input_ids` and, unless all tokens are targets, `completion_mask` or
         `assistant_masks`, 1 for targets.
 
     Raises:
-        ValueError: No rows; columns that are none of these; assistant-only loss without messages,
-            without marks, or for a row in which the assistant says nothing; no chat template.
+        ValueError: No rows; none of these columns; no chat template; assistant-only loss without
+            messages, without marks, or for a row in which the assistant says nothing.
     """
     first = next(iter(dataset), None)
     if first is None:
         raise ValueError(f"{description} has no rows; pass a data set with at least one document")
     kind = _kind(first, text_field=text_field, description=description)
     logger.info("%s: columns %s, read as %s", description, sorted(first), kind)
-    chats = isinstance(first[kind], list) and kind != "input_ids"
+    chats = isinstance(first[kind], list) and kind != "input_ids"  # both are lists
     if assistant_only_loss and not chats and "assistant_masks" not in first:
         raise ValueError(
             f"assistant_only_loss=True, but {description} holds {kind}, no messages and no column "
             "assistant_masks; leave it out, or give messages"
         )
     if kind == "input_ids":
+        # a mask that is left in the rows would be read
         drop = [] if completion_only_loss else ["completion_mask"]
         return dataset.remove_columns([name for name in drop if name in first])
     read = ("prompt", "completion") if kind == "prompt" else (kind,)
-    reader = _Reader(
+    tokenize = _RowTokenizer(
         tokenizer=tokenizer,
         template=_template(tokenizer, marked=assistant_only_loss) if chats else None,
         types={name: type(first[name]) for name in read},
@@ -86,11 +88,11 @@ def tokenize_rows(
     )
     columns = dataset.column_names or sorted(first)
     shown = {"desc": f"Tokenising {description}"} if isinstance(dataset, Dataset) else {}
-    return dataset.map(reader, with_indices=True, remove_columns=columns, **shown)
+    return dataset.map(tokenize, with_indices=True, remove_columns=columns, **shown)
 
 
 def _kind(row: Mapping[str, Any], *, text_field: str, description: str) -> str:
-    """The column that says how rows are read: the first that there is."""
+    """Return the column that decides how rows are read: the first of these that there is."""
     for name in ("input_ids", "messages", "conversations"):
         if name in row:
             return name
@@ -110,7 +112,7 @@ def _kind(row: Mapping[str, Any], *, text_field: str, description: str) -> str:
 
 
 def _template(tokenizer: Any, *, marked: bool) -> str | None:
-    """The chat template to apply; `None` for the tokenizer's own."""
+    """Return the chat template to apply; `None` for the tokenizer's own."""
     own = tokenizer.chat_template
     own = own.get("default") if isinstance(own, dict) else own
     if own is None:
@@ -133,22 +135,22 @@ def _template(tokenizer: Any, *, marked: bool) -> str | None:
             return str(found)
     remedy = "" if with_trl else ", or install trl, which ships marked templates for some families"
     raise ValueError(
-        "assistant_only_loss=True needs {% generation %} marks in the chat template, which this "
-        "one has not; put {% generation %} and {% endgeneration %} around what the assistant says "
+        "assistant_only_loss=True needs {% generation %} marks in the chat template, which has "
+        "none; put {% generation %} and {% endgeneration %} around what the assistant says "
         f"(tokenizer.chat_template){remedy}"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
-    """A row of text -> its tokens and masks.
+class _RowTokenizer:
+    """Tokenises a row of text, called with the row and its number.
 
     Args:
         tokenizer: The model's.
-        template (`str` or `None`): A chat template over the tokenizer's own.
-        types (`dict[str, type]`): The columns that are read, and what they hold.
+        template (`str` or `None`): A chat template to use in place of the tokenizer's.
+        types (`dict[str, type]`): The columns that are read, and the type of their values.
         marked (`bool`): Whether only what the assistant says is a target.
-        masked (`bool`): Whether prompts are no targets.
+        masked (`bool`): Whether only completions are targets.
         description (`str`): What to call the data set in messages.
     """
 
@@ -168,7 +170,7 @@ class _Reader:
                     f"{kind.__name__}; drop such rows, or make them alike"
                 )
         try:
-            found = self._completion(row) if "prompt" in self.types else self._whole(row)
+            found = self._completion(row) if "prompt" in self.types else self._document(row)
         except TemplateError as error:
             raise ValueError(
                 f"{where} is refused by the chat template ({error}); drop such rows, or use a "
@@ -181,13 +183,13 @@ class _Reader:
             )
         return found
 
-    def _whole(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
-        """A conversation or a text."""
+    def _document(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Tokenise a conversation or a text."""
         (given,) = (row[name] for name in self.types)
         return self._ended(given) if isinstance(given, str) else self._chat(_messages(given), row)
 
     def _completion(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
-        """A prompt with its completion, which starts where the prompt's own tokens diverge."""
+        """Tokenise a prompt with its completion."""
         if isinstance(row["prompt"], str):
             prompt = self.tokenizer(row["prompt"], truncation=False)["input_ids"]
             found = self._ended(row["prompt"] + row["completion"])
@@ -197,6 +199,8 @@ class _Reader:
             found = self._chat(asked + _messages(row["completion"]), row)
         if self.masked:
             ids = found["input_ids"]
+            # The completion starts at the first token that differs from the prompt's own: the
+            # tokenizer may join the end of a prompt with the beginning of its completion.
             pairs = enumerate(zip(prompt, ids, strict=False))
             start = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
             found["completion_mask"] = [0] * start + [1] * (len(ids) - start)
@@ -205,7 +209,7 @@ class _Reader:
     def _chat(
         self, messages: Messages, row: Mapping[str, Any], **options: Any
     ) -> dict[str, list[int]]:
-        """Messages as the chat template renders them, with what else the row gives it."""
+        """Tokenise messages by the chat template, with the tools and settings that the row has."""
         tools = row.get("tools")
         given = {"chat_template": self.template} if self.template is not None else {}
         found = self.tokenizer.apply_chat_template(
@@ -219,13 +223,13 @@ class _Reader:
         return {name: found[name] for name in ("input_ids", "assistant_masks") if name in found}
 
     def _ended(self, text: str) -> dict[str, list[int]]:
-        """A text, and the end-of-text token if there is one and the tokenizer did not add it."""
+        """Tokenise a text and end it with the end-of-text token."""
         ids = list(self.tokenizer(text, truncation=False)["input_ids"])
-        end = self.tokenizer.eos_token_id
+        end = self.tokenizer.eos_token_id  # some tokenizers have none, some add it themselves
         return {"input_ids": ids if end is None or ids[-1:] == [end] else [*ids, end]}
 
 
 def _messages(given: Iterable[Mapping[str, Any]]) -> Messages:
-    """Messages with role and content, also from those with from and value."""
+    """Return messages with role and content, also for those with from and value."""
     named = [{"role": m["from"], "content": m["value"]} if "from" in m else dict(m) for m in given]
     return [m | {"role": _ROLES.get(m["role"], m["role"])} for m in named]

@@ -1,22 +1,21 @@
-"""Labels of one document -> the target of each of its tokens.
+"""Read documents from the rows of a data set: where each begins and ends, and its targets.
 
-Layer: data. Letters: T tokens of one document.
+Most rows are one document. A row that another tool packed (TRL's `bfd` and `bfd_split` add
+`seq_lengths`, others restart `position_ids`) holds several and is split again here, so that
+validation, sampler and collator only meet documents.
 
-Transformers takes two arrays: `labels`, aligned with `input_ids`, and `shift_labels`, which holds
-the next token's label and is what the loss reads. A shift inside a rank's share loses the target of
-the share's last token, and a shift over a whole pack teaches the end of one document to predict the
-start of the next. So targets are made here, per document and before anything is cut; whatever cuts
-afterwards cuts tokens and targets alike.
+Targets are made per document, before anything is cut. Transformers takes two arrays: `labels`,
+aligned with `input_ids`, and `shift_labels`, which holds the next token's label and is what the
+loss reads. A shift after cutting would lose the target of each part's last token, and a shift over
+a whole pack would teach the end of one document to predict the start of the next.
 
-Rows of a data set -> documents: where each begins and ends, and which tokens are targets. Most rows are one document. A row that another tool packed (TRL's `bfd` and `bfd_split`
-add `seq_lengths`, others restart `position_ids`) holds several; it is taken apart again here, so
-that the scan, the sampler and the collator know documents alone. Letters: T tokens of a row.
+Layer: data. Letters: T tokens of a row or of a document.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from zlib import crc32
@@ -25,16 +24,22 @@ import numpy as np
 
 from .packing import Piece
 
+logger = logging.getLogger(__name__)
+
 IGNORE = -100
 """A target that the loss leaves out, as in `torch.nn.CrossEntropyLoss`."""
+MASKS = ("completion_mask", "assistant_masks")
+"""Columns that are 0 for tokens that are no targets."""
+BOUNDARIES = ("seq_lengths", "position_ids")
+"""Columns that give the boundaries of a row's documents."""
 
 
 def shift(labels: np.ndarray) -> np.ndarray:
-    """Targets `[T]` int64 of one whole document: `targets[i] = labels[i + 1]`, the last `IGNORE`.
+    """Return the targets of one whole document, int64 `[T]`: `labels[i + 1]`, the last `IGNORE`.
 
     Args:
-        labels (`np.ndarray`): Integers `[T]`, aligned with the document's tokens; `IGNORE` where a
-            token is not to be predicted.
+        labels (`np.ndarray`): Integers `[T]`, aligned with the document's tokens; `IGNORE` for
+            tokens that are not to be predicted.
     """
     assert labels.ndim == 1, labels.shape
     targets = np.full(labels.shape, IGNORE, dtype=np.int64)
@@ -43,25 +48,15 @@ def shift(labels: np.ndarray) -> np.ndarray:
 
 
 def piece_targets(labels: np.ndarray, *, piece: Piece) -> np.ndarray:
-    """Targets `[piece.length]` int64 of one piece of a document.
-
-    A fragment keeps the target of its last token, the first token of the next fragment; only the
-    end of the document has none.
+    """Return the targets of one piece of a document, int64 `[piece.length]`.
 
     Args:
         labels (`np.ndarray`): Integers `[T]` of the whole document.
         piece (`Piece`): The tokens asked for, inside the document.
     """
     assert piece.stop <= labels.size, (piece, labels.size)
+    # Shift first: a piece's last token keeps its target, which is the first token of the next one.
     return shift(labels)[piece.start : piece.stop]
-
-
-logger = logging.getLogger(__name__)
-
-MASKS = ("completion_mask", "assistant_masks")
-"""Columns that are 0 where a token is no target."""
-BOUNDARIES = ("seq_lengths", "position_ids")
-"""Columns that tell the documents of a row apart."""
 
 
 class DataRows(Protocol):
@@ -72,8 +67,8 @@ class DataRows(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
-def columns_in(dataset: Any) -> list[str]:
-    """The columns of a data set, or of its first row; none for a stream that does not know them."""
+def column_names(dataset: Any) -> list[str]:
+    """Return the columns of a data set or of its first row; none if a stream does not know them."""
     named = getattr(dataset, "column_names", None)
     if named is None and hasattr(dataset, "__len__") and len(dataset):
         named = dataset[0]
@@ -82,17 +77,17 @@ def columns_in(dataset: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """A data set seen as documents: a view, which copies no tokens.
+    """A data set seen as documents. It copies no tokens.
 
     Args:
-        rows (`DataRows`): Rows of `input_ids` and, if they like, `labels` and masks.
-        spans (`np.ndarray`): Row, first token and end of each document, `[documents, 3]` int64.
-        checksums (`np.ndarray`): What `checksum` gave for each document when the rows were scanned,
-            `[documents]` uint32.
+        rows (`DataRows`): Rows of `input_ids` and optional `labels` and masks.
+        spans (`np.ndarray`): Row, first token and end of each document, int64 `[documents, 3]`.
+        checksums (`np.ndarray`): `checksum` of each document when the rows were validated, uint32
+            `[documents]`.
         targets (`int`): Tokens of all documents that are targets.
         description (`str`): What to call the data set in messages.
-        ignore_id (`int`, *optional*): In a document without labels of its own, the id that is no
-            target, e.g. the padding token, as for `DataCollatorForLanguageModeling`.
+        ignore_id (`int`, *optional*): In a document without labels, the id that is no target, e.g.
+            the padding token, as for `DataCollatorForLanguageModeling`.
     """
 
     rows: DataRows
@@ -106,15 +101,15 @@ class Documents:
         return len(self.spans)
 
     def __getitem__(self, document: int) -> dict[str, np.ndarray]:
-        """`input_ids` and, unless all of them are targets, `labels`, each int64 `[tokens]`.
+        """Return `input_ids` and, unless all tokens are targets, `labels`, each int64 `[T]`.
 
         Raises:
-            ValueError: The data set holds another document there than when it was scanned.
+            ValueError: The data set holds another document there than when it was validated.
         """
         row, start, stop = self.spans[document].tolist()
         cause = None
         try:
-            found = read(self.rows[row], start=start, stop=stop, ignore_id=self.ignore_id)
+            found = read_document(self.rows[row], start=start, stop=stop, ignore_id=self.ignore_id)
             if checksum(found) == self.checksums[document]:
                 return found
         except LookupError as error:  # a row, a column or a part of one is gone
@@ -125,29 +120,30 @@ class Documents:
             "e.g. in map(), and leave the data set as it is until the run ends"
         ) from cause
 
-    def say_targets(self) -> None:
-        """Log how many tokens are targets; a warning where none is."""
+    def log_targets(self) -> None:
+        """Log how many tokens are targets; a warning if none is."""
         tokens, level = int(self.lengths.sum()), logging.INFO if self.targets else logging.WARNING
         line = "%s: %s of %s tokens are targets"
         logger.log(level, line, self.description, f"{self.targets:,}", f"{tokens:,}")
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, `[documents]` int64."""
+        """Tokens of each document, int64 `[documents]`."""
         return np.asarray(self.spans[:, 2] - self.spans[:, 1])
 
 
-def read(
+def read_document(
     row: Mapping[str, Any], *, start: int, stop: int, ignore_id: int | None
 ) -> dict[str, np.ndarray]:
-    """Tokens [start, stop) of a row as a document: see `Documents`.
+    """Read tokens [start, stop) of a row as a document; see `Documents`.
 
-    A token is a target where its label is not `IGNORE`, or, in a row without labels, every mask
-    holds 1: who made labels has decided on the masks (TRL keeps one that it was told to leave out).
-    The first token never is one, as nothing precedes it: `targets.shift` leaves it out.
+    A token is a target if its label is not `IGNORE` or, in a row without labels, if every mask
+    holds 1. The first token never is one, since nothing precedes it: `shift` leaves it out.
     """
     ids = np.asarray(row["input_ids"], np.int64)[start:stop]
     given = row.get("labels")
+    # Whoever made labels has applied the masks already. (TRL also keeps a mask it was told to
+    # leave out.)
     masks = [name for name in MASKS if name in row and given is None]
     if given is None and not masks and ignore_id is None:
         return {"input_ids": ids}
@@ -159,14 +155,33 @@ def read(
     return {"input_ids": ids, "labels": labels}
 
 
-def targets_in(document: Mapping[str, np.ndarray]) -> int:
-    """Tokens of a document that are targets: none before the second."""
+def split_row(
+    row: Mapping[str, np.ndarray], *, where: str, ignore_id: int | None
+) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
+    """Yield start, stop and contents of each document in a row.
+
+    Args:
+        row (`Mapping`): Its columns, each int64 `[T]`; `seq_lengths` `[documents]`.
+        where (`str`): What to call the row in messages.
+        ignore_id (`int` or `None`): See `Documents`.
+
+    Raises:
+        ValueError: See `document_lengths`.
+    """
+    lengths = document_lengths(row, where=where)
+    stops = np.cumsum(lengths)
+    for start, stop in zip((stops - lengths).tolist(), stops.tolist(), strict=True):
+        yield start, stop, read_document(row, start=start, stop=stop, ignore_id=ignore_id)
+
+
+def count_targets(document: Mapping[str, np.ndarray]) -> int:
+    """Count the tokens of a document that are targets; its first token never is."""
     labels = document.get("labels", document["input_ids"])
     return int(np.count_nonzero(labels[1:] != IGNORE))
 
 
 def checksum(document: Mapping[str, np.ndarray]) -> int:
-    """A 32-bit number that stands for a document's ids and labels."""
+    """Return a 32-bit checksum of a document's ids and labels."""
     number = 0
     for name, values in document.items():
         number = crc32(values.tobytes(), crc32(name.encode(), number))
@@ -192,8 +207,8 @@ def restarts(position_ids: Any, *, real: Any = None, backwards_only: bool = Fals
     return found if real is None else found & real[..., 1:] & real[..., :-1]
 
 
-def sizes(row: Mapping[str, np.ndarray], *, where: str) -> np.ndarray:
-    """Tokens of each document in a row, `[documents]` int64.
+def document_lengths(row: Mapping[str, np.ndarray], *, where: str) -> np.ndarray:
+    """Return the tokens of each document in a row, int64 `[documents]`.
 
     Args:
         row (`Mapping`): Its columns, each `[T]`; `seq_lengths` `[documents]`.
@@ -224,5 +239,5 @@ def sizes(row: Mapping[str, np.ndarray], *, where: str) -> np.ndarray:
 
 
 def _short(lengths: np.ndarray) -> str:
-    """The first few lengths of a row."""
+    """Format the first few lengths of a row."""
     return f"[{', '.join(map(str, lengths[:8]))}{', ...' if lengths.size > 8 else ''}]"

@@ -1,8 +1,8 @@
-"""Document lengths and a budget -> packs: which tokens share a batch.
+"""Pack documents into batches: decide which tokens share one.
 
-Layer: data. A pack is the documents of one batch of one group; its capacity is
-group_size x max_tokens_per_rank tokens. First `fit` makes every document at most one capacity long,
-then `pack` puts the pieces together. Both are pure and seeded: every rank computes the same packs.
+A pack is the documents of one batch of one group; its capacity is group_size x max_tokens_per_rank
+tokens. First `fit` makes every document at most one capacity long, then `pack` puts the pieces
+together. Both are pure and seeded: every rank computes the same packs. Layer: data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Balance = Literal["none", "tokens", "attention"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Tokens [start, stop) of row `document` of the data set, from here on its own document."""
+    """Tokens [start, stop) of a document of the data set, from now on a document of their own."""
 
     document: int
     start: int
@@ -42,12 +42,13 @@ Pack = tuple[Piece, ...]
 class OverflowReport:
     """What `fit` did to the documents that were longer than one batch.
 
-    documents (`int`): Rows of the data set.
-    tokens (`int`): Tokens in these rows, before anything was cut or dropped.
-    split_documents (`int`): Rows that became several pieces.
-    fragments (`int`): Pieces that those rows became.
-    truncated_documents (`int`): Rows that lost their tail.
-    dropped_tokens (`int`): Tokens in the lost tails.
+    Args:
+        documents (`int`): Documents of the data set.
+        tokens (`int`): Their tokens, before anything was cut or dropped.
+        split_documents (`int`): Documents that became several pieces.
+        fragments (`int`): Pieces that those became.
+        truncated_documents (`int`): Documents that lost their tail.
+        dropped_tokens (`int`): Tokens in the lost tails.
     """
 
     documents: int = 0
@@ -63,7 +64,7 @@ class OverflowReport:
         )
 
     def summary(self) -> str:
-        """The report in one line, for a log."""
+        """Return the report in one line, for a log."""
         line = f"{self.documents:,} documents, {self.tokens:,} tokens: "
         if self.split_documents:
             return line + f"{self.split_documents:,} split into {self.fragments:,} fragments"
@@ -88,11 +89,12 @@ def fit(
     """Turn documents into pieces that fit a batch, in the order of the data set.
 
     Args:
-        lengths (`Sequence[int]` or `np.ndarray`): Tokens of each row, `[rows]`.
+        lengths (`Sequence[int]` or `np.ndarray`): Tokens of each document, `[documents]`.
         capacity (`int`): Tokens that one batch of one group holds.
-        overflow (`str`): What becomes of a longer document: `"error"` refuses it, `"split"` cuts it
+        overflow (`str`): What happens to a longer document: `"error"` raises, `"split"` cuts it
             into pieces of `capacity` tokens (the last one shorter), `"truncate"` keeps the first.
-        first (`int`, *optional*, defaults to 0): Number of the first row, in pieces and messages.
+        first (`int`, *optional*, defaults to 0): Number of the first document, in pieces and
+            messages.
 
     Returns:
         The pieces, and the report of what was split or dropped.
@@ -111,7 +113,13 @@ def fit(
     sizes = np.asarray(lengths, dtype=np.int64)
     if not sizes.size:
         raise ValueError("there are no documents to pack; pass a data set with at least one row")
-    _validate_empty(sizes, first=first)
+    empty = first + np.flatnonzero(sizes < 1)
+    if empty.size:
+        some = ", ".join(map(str, empty[:5])) + (", ..." if empty.size > 5 else "")
+        raise ValueError(
+            f"{empty.size:,} of {sizes.size:,} documents are empty (row {some}), but a document "
+            "has at least 1 token; drop them: dataset.filter(lambda row: len(row['input_ids']) > 0)"
+        )
     long = sizes > capacity
     if overflow == "error" and long.any():
         row = int(long.argmax())
@@ -148,19 +156,18 @@ def pack(
     epoch: int,
     shuffle: bool = True,
 ) -> tuple[Pack, ...]:
-    """Put pieces into as few packs of at most `capacity` tokens as a greedy rule finds.
+    """Put pieces into packs of at most `capacity` tokens, as few as a greedy rule finds.
 
-    The number of packs is the same at every seed and epoch: of the pieces, only those of equal
-    length change places.
+    The number of packs is the same at every seed and epoch, since only pieces of equal length
+    change places.
 
     Args:
         pieces (`Sequence[Piece]`): Pieces of at most `capacity` tokens each.
         capacity (`int`): Tokens that one batch of one group holds.
-        balance (`str`): `"tokens"` fills each pack as far as it goes (best-fit decreasing, equal
-            lengths in random order); `"none"` keeps the given order and starts a pack where a piece
-            does not fit (next-fit).
-        seed (`int`): With `epoch`, all there is to the random order. At least 0.
-        epoch (`int`): See `seed`.
+        balance (`str`): `"tokens"` fills each pack as far as possible (best-fit decreasing, equal
+            lengths in random order); `"none"` keeps the given order and starts a new pack when a
+            piece does not fit (next-fit).
+        seed (`int`), epoch (`int`): Together they determine the random order. At least 0.
         shuffle (`bool`, *optional*, defaults to `True`): Whether the packs come in random order.
 
     Raises:
@@ -182,21 +189,19 @@ def pack(
     return tuple(tuple(packs[index]) for index in order)
 
 
-def fill(packs: Sequence[Pack], *, capacity: int) -> float:
-    """Tokens in `packs` over the tokens they have room for, in (0, 1]; 0 without packs."""
-    tokens = sum(piece.length for pack in packs for piece in pack)
-    return tokens / (len(packs) * capacity) if packs else 0.0
-
-
 def _best_fit_decreasing(
     pieces: Sequence[Piece], *, capacity: int, rng: np.random.Generator
 ) -> list[list[Piece]]:
+    """Put each piece, longest first, into the pack with the least room that it fits in."""
     lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
+    # A stable sort of a random order: equal lengths stay shuffled.
     order = rng.permutation(len(pieces))
     order = order[np.argsort(-lengths[order], kind="stable")]
     packs: list[list[Piece]] = []
     smallest = int(lengths.min(initial=capacity))
-    room: list[tuple[int, int]] = []  # (free tokens, pack), ascending: the best fit by bisection
+    room: list[
+        tuple[int, int]
+    ] = []  # (free tokens, pack), ascending, so that bisection finds the best fit
     for index in order.tolist():
         piece = pieces[index]
         best = bisect_left(room, (piece.length, 0))
@@ -207,12 +212,13 @@ def _best_fit_decreasing(
             packs.append([])
         packs[chosen].append(piece)
         free -= piece.length
-        if free >= smallest:  # a pack that nothing fits in would only lengthen the list
+        if free >= smallest:  # a pack that no piece fits in would only lengthen the list
             insort(room, (free, chosen))
     return packs
 
 
 def _next_fit(pieces: Sequence[Piece], *, capacity: int) -> list[list[Piece]]:
+    """Put pieces into packs in their order; start a new pack when one does not fit."""
     packs: list[list[Piece]] = []
     free = 0
     for piece in pieces:
@@ -222,13 +228,3 @@ def _next_fit(pieces: Sequence[Piece], *, capacity: int) -> list[list[Piece]]:
         packs[-1].append(piece)
         free -= piece.length
     return packs
-
-
-def _validate_empty(sizes: np.ndarray, *, first: int) -> None:
-    empty = first + np.flatnonzero(sizes < 1)
-    if empty.size:
-        some = ", ".join(map(str, empty[:5])) + (", ..." if empty.size > 5 else "")
-        raise ValueError(
-            f"{empty.size:,} of {sizes.size:,} documents are empty (row {some}), but a document "
-            "has at least 1 token; drop them: dataset.filter(lambda row: len(row['input_ids']) > 0)"
-        )

@@ -1,8 +1,8 @@
-"""A tokenised data set -> its documents, every row checked on the way.
+"""Validate a tokenised data set in one pass, before the first step.
 
-Layer: data. One pass before the first step, so that a bad row stops the run at once and not hours
-into it. Rows hold `input_ids` and, if they like, `labels`, `attention_mask` and target masks of the
-same length, and boundaries of documents; see `documents`.
+A bad row stops the run at once and not hours into it. Rows hold `input_ids` and optionally
+`labels`, `attention_mask` and target masks of the same length, and boundaries of documents; see
+`documents`. A stream is checked with the same functions, row by row. Layer: data.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from .documents import (
     DataRows,
     Documents,
     checksum,
-    read,
-    sizes,
-    targets_in,
+    count_targets,
+    split_row,
 )
 
 _COLUMNS = ("input_ids", "labels", "attention_mask", *MASKS, *BOUNDARIES)
-_REFUSED = (  # columns that bound documents or say which tokens are targets, and are not read
+_REFUSED = (  # columns that give boundaries or targets, and are not read
     "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "shift_labels", "loss_mask",
     "label_ids",
 )  # fmt: skip
 _ROWS_AT_ONCE = 128  # amortises the overhead of a batch; 128 rows of 128K tokens are 128 MiB
 
 
-class Fingerprint(Protocol):
+class Hasher(Protocol):
     """Takes bytes in order, as a hash of `hashlib` does."""
 
     def update(self, data: bytes, /) -> None: ...
@@ -46,10 +45,10 @@ def validate_documents(
     vocab_size: int | None,
     description: str,
     progress: bool = True,
-    fingerprint: Fingerprint | None = None,
+    fingerprint: Hasher | None = None,
     ignore_id: int | None = None,
 ) -> Documents:
-    """Check every row and find the documents in it.
+    """Validate every row and find the documents in it.
 
     Args:
         dataset (`DataRows`): The tokenised rows, unpadded.
@@ -58,8 +57,8 @@ def validate_documents(
         description (`str`): What to call the data set in messages, e.g. `"train_dataset"`.
         progress (`bool`, *optional*, defaults to `True`): Whether to show a bar if the pass takes
             more than 2 seconds.
-        fingerprint (`Fingerprint`, *optional*): Is given all that every row holds, so that ranks
-            can compare the documents they hold.
+        fingerprint (`Hasher`, *optional*): Is given all that every row holds, so that ranks can
+            compare the documents they hold.
         ignore_id (`int`, *optional*): See `Documents`.
 
     Raises:
@@ -74,7 +73,7 @@ def validate_documents(
         )
     if not len(dataset):
         raise ValueError(f"{description} has no rows; pass a data set with at least one document")
-    columns = columns_of(dataset[0], where=f"{description}: row 0")
+    columns = read_columns(dataset[0], where=f"{description}: row 0")
     # A transform computes its columns row by row, and another format would switch it off.
     if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
         dataset = dataset.with_format("numpy", columns=columns)
@@ -83,44 +82,44 @@ def validate_documents(
         total=len(dataset), desc=f"Scanning {description}", delay=2, disable=not progress
     ) as bar:
         for first, batch in _batches(dataset, columns=columns, description=description):
-            rows = check_rows(batch, start=first, vocab_size=vocab_size, description=description)
-            for row, values in enumerate(rows, start=first):
-                of_row = sizes(values, where=f"{description}: row {row}")
-                stops = np.cumsum(of_row)
-                spans.append(np.stack([np.full_like(stops, row), stops - of_row, stops], axis=1))
-                for start, stop in zip(stops - of_row, stops, strict=True):
-                    document = read(values, start=start, stop=stop, ignore_id=ignore_id)
+            rows = validate_rows(batch, start=first, vocab_size=vocab_size, description=description)
+            for number, row in enumerate(rows, start=first):
+                where = f"{description}: row {number}"
+                for start, stop, document in split_row(row, where=where, ignore_id=ignore_id):
+                    spans.append((number, start, stop))
                     checksums.append(checksum(document))
-                    targets += targets_in(document)
+                    targets += count_targets(document)
                 if fingerprint is not None:
-                    add_row(fingerprint, values)
+                    hash_row(fingerprint, row)
             bar.update(len(rows))
     documents = Documents(
         rows=dataset,
-        spans=np.concatenate(spans),
+        spans=np.array(spans, np.int64).reshape(-1, 3),
         checksums=np.array(checksums, np.uint32),
         targets=targets,
         description=description,
         ignore_id=ignore_id,
     )
+    # The first, the middle and the last one again: rows drawn anew on each read show here.
     for again in range(len(documents))[:: max(1, (len(documents) - 1) // 2)]:
-        documents[again]  # what is drawn anew on each read is refused before the first step
+        documents[again]
     return documents
 
 
-def add_row(fingerprint: Fingerprint, row: Mapping[str, np.ndarray]) -> None:
-    """Add all that a checked row holds to a fingerprint."""
+def hash_row(hasher: Hasher, row: Mapping[str, np.ndarray]) -> None:
+    """Add all that a validated row holds to a hash."""
     for name in _COLUMNS:
         values = row.get(name, np.empty(0, np.int64))
-        fingerprint.update(values.size.to_bytes(8, "little"))  # the same ids may be cut otherwise
-        fingerprint.update(values.tobytes())
+        # Lengths too: the same ids could be cut into rows in another way.
+        hasher.update(values.size.to_bytes(8, "little"))
+        hasher.update(values.tobytes())
 
 
-def columns_of(row: Any, *, where: str) -> list[str]:
-    """The columns of a data set's first row that are read.
+def read_columns(row: Any, *, where: str) -> list[str]:
+    """Return the columns of a data set's first row that are read.
 
     Raises:
-        ValueError: no `input_ids`, or columns that would have to be read and are not.
+        ValueError: There is no `input_ids`, or a column that would have to be read and is not.
     """
     if not isinstance(row, Mapping) or "input_ids" not in row:
         found = sorted(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
@@ -128,10 +127,10 @@ def columns_of(row: Any, *, where: str) -> list[str]:
             f"{where} holds {found}, but packing needs a column input_ids; tokenise first, e.g. "
             "with hf_longctx.data.chat.tokenize_rows (messages, prompt and completion, text)"
         )
-    packed = sorted(name for name in _REFUSED if name in row)
-    if packed:
+    refused = sorted(name for name in _REFUSED if name in row)
+    if refused:
         raise ValueError(
-            f"{where} holds {packed}, boundaries or target masks that are not read; give one "
+            f"{where} holds {refused}, boundaries or target masks that are not read; give one "
             "document per row, with labels (-100 for no target), or boundaries as seq_lengths, "
             "without these columns"
         )
@@ -141,7 +140,7 @@ def columns_of(row: Any, *, where: str) -> list[str]:
 def _batches(
     dataset: DataRows, *, columns: list[str], description: str
 ) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
-    """Yield (first row, rows) for a few rows at a time."""
+    """Yield the first row's number, and the rows, of a few rows at a time."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "numpy":
         for index, batch in enumerate(dataset.iter(batch_size=_ROWS_AT_ONCE)):
             each = zip(*(batch[column] for column in columns), strict=True)
@@ -149,12 +148,12 @@ def _batches(
         return
     for start in range(0, len(dataset), _ROWS_AT_ONCE):
         rows = [dataset[row] for row in range(start, min(start + _ROWS_AT_ONCE, len(dataset)))]
-        for offset, row in enumerate(rows):
-            same_columns(row, columns, where=f"{description}: row {start + offset}")
+        for number, row in enumerate(rows, start=start):
+            validate_columns(row, columns, where=f"{description}: row {number}")
         yield start, rows
 
 
-def same_columns(row: Mapping[str, Any], columns: list[str], *, where: str) -> None:
+def validate_columns(row: Mapping[str, Any], columns: list[str], *, where: str) -> None:
     """Raise ValueError for a row with other columns than the first one."""
     found = [column for column in _COLUMNS if column in row]
     if found != columns:
@@ -163,10 +162,10 @@ def same_columns(row: Mapping[str, Any], columns: list[str], *, where: str) -> N
         )
 
 
-def check_rows(
+def validate_rows(
     rows: list[Mapping[str, Any]], *, start: int, vocab_size: int | None, description: str
 ) -> list[dict[str, np.ndarray]]:
-    """Raise for the first bad row of a few; return what is read of each, int64 arrays `[T]`.
+    """Return what is read of a few rows, int64 arrays `[T]`.
 
     Args:
         rows (`list[Mapping]`): With the same columns.
@@ -174,7 +173,7 @@ def check_rows(
         vocab_size (`int` or `None`), description (`str`): See `validate_documents`.
 
     Raises:
-        ValueError: See `validate_documents`.
+        ValueError: For the first bad row; see `validate_documents`.
     """
     where = f"{description}: row "
     columns = [column for column in _COLUMNS if column in rows[0]]
@@ -190,35 +189,40 @@ def check_rows(
                     f"{where}{at} has {row[column].size} {column} for {row['input_ids'].size} "
                     "input_ids; both need the same length: make and cut them together"
                 )
-    top = np.inf if vocab_size is None else vocab_size
-    span = "0 or more" if vocab_size is None else f"in [0, {vocab_size}), the model's vocabulary"
+    # All rows at once, since most calls would be on short arrays.
     for column in aligned:
-        flat = np.concatenate([row[column] for row in arrays])
-        if column == "attention_mask":
-            bad = flat == 0
-            rule = "a packed path takes documents without padding; tokenise with padding=False"
-        elif column in MASKS:
-            bad = (flat != 0) & (flat != 1)
-            rule = "a mask is 1 for targets and 0 for others"
-        elif column == "position_ids":
-            continue  # only its steps are read
-        else:
-            bad = (flat < 0) | (flat >= top)
-            rule = f"ids are {span}; use the tokenizer that belongs to the model"
-        if column == "labels":
-            bad &= flat != IGNORE
-            rule = f"labels are {IGNORE} (no target) or {span}"
+        values = np.concatenate([row[column] for row in arrays])
+        bad, rule = _bad_values(column, values, vocab_size=vocab_size)
         if bad.any():
             at, stops = int(bad.argmax()), np.cumsum([row["input_ids"].size for row in arrays])
             index = int(np.searchsorted(stops, at, side="right"))
             token = at - int(stops[index - 1] if index else 0)
-            raise ValueError(f"{where}{start + index}, {column}[{token}] is {flat[at]}; {rule}")
+            raise ValueError(f"{where}{start + index}, {column}[{token}] is {values[at]}; {rule}")
     return arrays
 
 
+def _bad_values(
+    column: str, values: np.ndarray, *, vocab_size: int | None
+) -> tuple[np.ndarray, str]:
+    """Return which values of a column are refused, bool `[T]`, and the rule that they break."""
+    if column == "attention_mask":
+        return values == 0, "packing takes documents without padding; tokenise with padding=False"
+    if column in MASKS:
+        return (values != 0) & (values != 1), "a mask is 1 for targets and 0 for others"
+    if column == "position_ids":
+        return np.zeros(values.shape, bool), ""  # only its steps are read
+    top = np.inf if vocab_size is None else vocab_size
+    span = "0 or more" if vocab_size is None else f"in [0, {vocab_size}), the model's vocabulary"
+    bad = (values < 0) | (values >= top)
+    if column == "labels":
+        return bad & (values != IGNORE), f"labels are {IGNORE} (no target) or {span}"
+    return bad, f"ids are {span}; use the tokenizer that belongs to the model"
+
+
 def _integers(values: Any, *, where: str) -> np.ndarray:
-    """One row of a column as an int64 array `[T]`."""
+    """Convert one row of a column to an int64 array `[T]`."""
     array = np.asarray(values)
+    # Before the cast, which would turn floats into ids without a word.
     if array.ndim != 1 or (array.size and array.dtype.kind not in "biu"):
         raise ValueError(
             f"{where} is {array.dtype} of shape {list(array.shape)}, but a document is a flat list "

@@ -8,7 +8,7 @@ Layer: runtime. Letters: T tokens, H heads, N rows of the state, V its columns, 
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from ..planning.program.counts import Widths, sent
 from ..planning.program.program import Program, ScanArray
 from .executor import Account, Execution, drive
 
-_Bound = dict[int, dict[str, Tensor]]  # array -> its fields
+_Bound = Mapping[Any, dict[str, Tensor]]  # array -> its fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

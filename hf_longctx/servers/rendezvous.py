@@ -88,12 +88,12 @@ class Bridge(GlooChannel):
     """A channel between the ranks of a group and one server, which is numbered after them.
 
     Args:
-        store (`dist.Store`): Store on which exactly these processes build.
+        store (`dist.Store`): Store of the group.
+        name (`str`): Name of the bridge, unique in the store.
         rank (`int`): Number of this process.
         ranks (`int`): Ranks of the group, and so the server's number.
         host (`str`, *optional*): Address of the interface to use.
         interface (`str`, *optional*): Name of the interface, instead of its address.
-        build_seconds (`float`): Longest wait for the other processes.
         timeout (`float`): Seconds that one exchange may take.
 
     Raises:
@@ -103,20 +103,21 @@ class Bridge(GlooChannel):
     def __init__(
         self,
         store: dist.Store,
+        name: str,
         *,
         rank: int,
         ranks: int,
         host: str = "",
         interface: str = "",
-        build_seconds: float,
         timeout: float,
     ) -> None:
         # Built by hand: new_group() would need the server to be part of the default group.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout, options._threads = timedelta(seconds=build_seconds), 1
+        options._timeout, options._threads = timedelta(seconds=BUILD_SECONDS), 1
         at = {"interface": interface} if interface else {"hostname": host}
         options._devices = [dist.ProcessGroupGloo.create_device(**at)]
-        group = dist.ProcessGroupGloo(store, rank, ranks + 1, options)
+        prefixed = dist.PrefixStore(name, store)  # all bridges of a group share the store
+        group = dist.ProcessGroupGloo(prefixed, rank, ranks + 1, options)
         super().__init__(group, timeout=timeout)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -162,8 +163,8 @@ class Rendezvous:
         bridge: Bridge | None = None
         try:
             bridge = Bridge(
-                dist.PrefixStore(name, self.store), rank=self.rank, ranks=self.ranks,
-                host=self.host, build_seconds=BUILD_SECONDS, timeout=self.timeout,
+                self.store, name,
+                rank=self.rank, ranks=self.ranks, host=self.host, timeout=self.timeout,
             )  # fmt: skip
         except RuntimeError as error:
             logger.warning("could not build a bridge: %s", cause(error))
@@ -205,8 +206,7 @@ def accept_invitation(
     if not store.get(f"{name}/go"):
         raise RuntimeError("the trainers waited too long for this server; start it again")
     bridge = Bridge(
-        dist.PrefixStore(name, store), rank=ranks, ranks=ranks,
-        host=own_address(host), interface=interface,
-        build_seconds=BUILD_SECONDS, timeout=_FOREVER_SECONDS,
+        store, name, rank=ranks, ranks=ranks,
+        host=own_address(host), interface=interface, timeout=_FOREVER_SECONDS,
     )  # fmt: skip
     return bridge, ranks

@@ -9,7 +9,7 @@ nothing. Layer: servers.
 
 import copy
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -159,12 +159,10 @@ class ReplayMixin(_Base):
         loss: Tensor = super().training_step(model, dict(inputs), *args, **kwargs)
         return loss
 
-    def _without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def _without_reduction(self, model: nn.Module) -> Any:
         """Return the context of a micro-batch whose gradients are not reduced yet, as Trainer's."""
         if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return nullcontext()
         if self.is_distributed_loading_by_transformers:  # FSDP2 that Accelerate did not set up
-            deferred: AbstractContextManager[Any] = self._defer_fsdp_gradient_reduction()
-            return deferred
-        unreduced: AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
-        return unreduced
+            return self._defer_fsdp_gradient_reduction()
+        return self.accelerator.no_sync(model=model)

@@ -54,7 +54,7 @@ def describe_report(report: Mapping[str, float]) -> str:
 
 def serve_requests(bridge: Channel, stats: ServerStats) -> None:
     """Answer requests until the trainers are gone. Raises `ExchangeError` then."""
-    receiver = RequestReceiver(bridge)
+    receiver = RequestReceiver(bridge)  # keeps the programs, which trainers send only once
     while True:
         request, program = receiver.receive()
         execution = Execution(
@@ -86,7 +86,7 @@ def answer_trainers(
     def answer() -> None:
         code = 1
         try:
-            while code:
+            while code:  # ends after "end", which is answered too
                 code = 0 if receive(connection).get("what") == "end" else 1
                 send(connection, report())
         except (OSError, HandshakeError):

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class JoinedServer:
             self.waiting.disconnect()
 
 
+@dataclass(eq=False)
 class ServerPool:
     """The attention servers of one group. Leaving it as a context ends them.
 
@@ -74,28 +75,22 @@ class ServerPool:
             exchange.
         toward (`str`, *optional*, defaults to "127.0.0.1"): Host that the first rank reaches over
             the interface to listen on.
-
-    Attributes:
-        runtime (`Runtime`): As given.
-        count (`int`): As given, also after servers were lost.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        *,
-        ranks: int,
-        rank: int,
-        count: int,
-        folder: Path,
-        name: str = "group0",
-        timeout: float = 30.0,
-        toward: str = "127.0.0.1",
-    ) -> None:
-        self.runtime, self.ranks, self.rank, self.count = runtime, ranks, rank, count
-        self.folder, self.name, self.timeout, self.toward = folder, name, timeout, toward
-        assert runtime.channel is None or isinstance(runtime.channel, GlooChannel)
-        self._peers: GlooChannel | None = runtime.channel
+    runtime: Runtime
+    _: KW_ONLY
+    ranks: int
+    rank: int
+    count: int  # stays as given after servers were lost: the run may lose and admit more
+    folder: Path
+    name: str = "group0"
+    timeout: float = 30.0
+    toward: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        peers = self.runtime.channel
+        assert peers is None or isinstance(peers, GlooChannel)
+        self._peers: GlooChannel | None = peers  # kept: _connect replaces the runtime's channel
         # The order is the servers' numbering in plans, so it is the same on every rank.
         self._roster: list[JoinedServer] = []
         self._processes: dict[int, ServerProcess] = {}  # by number, of this trainer alone
@@ -135,6 +130,7 @@ class ServerPool:
         address = self._open()
         write_token(self._token_file, address.token.encode())
         for number in range(count):
+            # Even over the ranks, and so over the nodes, which hold equal numbers of ranks.
             if number * self.ranks // count == self.rank:
                 self._processes[number] = spawn(
                     number,
@@ -254,7 +250,7 @@ class ServerPool:
             own = self._processes.pop(server.info.spawned, None)
             why = str(errors.get(number, "another trainer lost its connection"))
             if own is not None:
-                own.stop(seconds=0.0)
+                own.stop(seconds=0.0)  # it may hang, and its result is of no use any more
                 why = own.describe_exit()
             if own is not None or self.rank == 0:
                 logger.warning("%s: %s is lost: %s", self.name, server.info.name, why)
@@ -280,6 +276,7 @@ class ServerPool:
             did = describe_report(figures) if figures else "no answer"
             logger.info("%s: %s ends: %s", self.name, server.info.name, did)
         joined, self._roster = self._roster, []
+        # The runtime outlives the pool: evaluation after training runs over the peers alone.
         if self._rendezvous is not None:
             self._connect()
         for server in joined:

@@ -1,12 +1,13 @@
-"""Which losses may be shared by ranks, and evaluation batches' losses -> the loss of the whole set.
+"""Evaluate a model on shared batches, as if each document were evaluated alone.
 
-Layer: training. Trainer averages batch means, which favours batches with few targets.
+Trainer averages batch means, which favours batches with few targets; here the loss is the mean over
+all targets of the set. What ranks predict for their tokens is joined to predictions and labels of
+whole documents, of which metrics are computed. `EvaluationMixin` is part of `LongCtxTrainerMixin`.
+The number of targets comes from the batch and not from the Trainer, since some Trainers count one
+rank's targets, or none, outside training.
 
-What ranks predict for their rows of a batch -> predictions and labels of whole documents. Letters: T rows of this rank, V what a row's prediction holds (for logits, the
-vocabulary), D documents of the data set, S tokens of the longest.
-
-Evaluation batches that a group of ranks shares -> loss, predictions and metrics of a whole set. A mixin, part of `LongCtxTrainerMixin`. The number of targets comes from the batch
-and not from the Trainer below, since some count one rank's, or none, outside training.
+Layer: training. Letters: T tokens of this rank, V size of a token's prediction (the vocabulary, for
+logits), D documents of the data set, S tokens of the longest.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,32 +23,32 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from ..data.batch import LongCtxBatch
 from ..data.documents import IGNORE
-from .checks import WatchedStep
+from .checks import GuardedStep
 
 
 @dataclass(slots=True)
 class TokenWeightedLoss:
-    """Collects losses and numbers of targets of evaluation batches.
+    """Collects the losses of evaluation batches and their numbers of targets.
 
     A rank's loss is its sum over targets, divided by the batch's global count and multiplied by the
-    number of trainers, so the mean over trainers is the batch's mean.
+    number of trainers. So the mean over trainers is the batch's mean.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
 
     def add(self, loss: Tensor, *, targets: Tensor) -> None:
-        """Note a batch's loss on this rank, and its targets on all trainers."""
+        """Add a batch: its loss on this rank, and its number of targets on all trainers."""
         self.losses.append(loss.detach().double())
         self.counts.append(targets)
 
     def weigh(self, values: Sequence[float]) -> float:
-        """The mean over all targets of something that is a mean over each batch's targets."""
+        """Return the mean over all targets of a value that is a mean over each batch's targets."""
         weights = torch.stack(self.counts).double().cpu()
         return float((torch.tensor(values).double() * weights).sum() / weights.sum().clamp(min=1))
 
     def mean(self, accelerator: Any) -> float:
-        """The loss per target over all batches and trainers; a collective call."""
+        """Return the loss per target over all batches and trainers; a collective call."""
         if not self.losses:
             return 0.0
         weights = torch.stack(self.counts).double()
@@ -55,44 +56,11 @@ class TokenWeightedLoss:
         return float(accelerator.gather(total[None]).mean() / weights.sum().clamp(min=1))
 
 
-def validate_loss(trainer: Any) -> None:
-    """Refuse a Trainer whose `compute_loss` is not known to be a sum over tokens.
-
-    Known are Transformers' own, and that of TRL's `SFTTrainer` with `loss_type="nll"`.
-
-    Raises:
-        ValueError: naming the class or the argument, the rule and the remedy.
-    """
-    owner = next(
-        c
-        for c in type(trainer).__mro__
-        if "compute_loss" in vars(c) and not c.__module__.startswith(__package__)
-    )
-    origin = f"{owner.__module__.partition('.')[0]}.{owner.__name__}"
-    if origin not in ("transformers.Trainer", "trl.SFTTrainer"):
-        raise ValueError(
-            f"{owner.__name__}.compute_loss is overridden: it would see one rank's labels and "
-            "count; use the model's own loss, or trl.SFTTrainer with loss_type='nll'"
-        )
-    if getattr(trainer.args, "loss_type", "nll") != "nll":
-        raise ValueError(
-            f"loss_type={trainer.args.loss_type!r} is not tested across ranks; use loss_type='nll'"
-        )
-    if getattr(trainer, "aux_loss_enabled", False):
-        raise ValueError(
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: the MoE auxiliary loss is no "
-            "mean over tokens, so it cannot be summed over ranks; set router_aux_loss_coef=0.0"
-        )
-
-
-_CHECKED = 64  # rows; see `process`
-
-
 @dataclass(slots=True)
 class DocumentRows:
-    """Collects the rows of evaluation batches from all trainers, and puts them where they belong.
+    """Collects what all trainers predict, token by token, and joins it to whole documents.
 
-    Every trainer ends up with all predictions, as under Trainer; only one batch at a time is on the
+    Every trainer ends up with all predictions, as under Trainer. Only one batch at a time is on the
     device.
     """
 
@@ -100,11 +68,11 @@ class DocumentRows:
     columns: list[tuple[np.ndarray, ...]] = field(default_factory=list)
 
     def add(self, batch: LongCtxBatch, *columns: Tensor, accelerator: Any) -> None:
-        """Note one batch; a collective call.
+        """Add one batch; a collective call.
 
         Args:
-            batch (`LongCtxBatch`): Says which documents the rows are of.
-            columns (`Tensor`): Each `[1, T, ...]`, one row of it per token.
+            batch (`LongCtxBatch`): Gives the documents that the tokens belong to.
+            columns (`Tensor`): Each `[1, T, ...]`.
             accelerator: Gathers from all trainers.
         """
         device = columns[0].device
@@ -113,15 +81,15 @@ class DocumentRows:
             _gather(values, accelerator, fill=-1 if i == 0 else 0)
             for i, values in enumerate((places, *(column[0] for column in columns)))
         )
-        kept = rows[:, 0] >= 0  # neither filler nor what a shorter rank was padded with
+        kept = rows[:, 0] >= 0  # -1 is filler, or what a rank with fewer tokens was padded with
         self.places.append(rows[kept])
         self.columns.append(tuple(values[kept] for values in gathered))
 
     def documents(self) -> tuple[np.ndarray, ...]:
-        """Each column as `[D, S, ...]`, in the order of the data set, -100 after a document's end.
+        """Return each column as `[D, S, ...]` in the order of the data set, padded with -100.
 
-        Fragments of a split document stand where they were cut from; what truncation drops is left
-        out.
+        Fragments of a split document are put back where they were cut from. What truncation dropped
+        is missing.
         """
         shape = np.max([rows.max(0) for rows in self.places], 0) + 1
         whole = [np.full((*shape, *c.shape[1:]), IGNORE, c.dtype) for c in self.columns[0]]
@@ -132,7 +100,7 @@ class DocumentRows:
 
 
 def _gather(rows: Tensor, accelerator: Any, *, fill: int) -> np.ndarray:
-    """`[rows of all trainers, ...]`; a trainer with fewer than others adds rows of `fill`."""
+    """Gather `[rows of all trainers, ...]`; trainers with fewer rows are padded with `fill`."""
     if rows.dtype == torch.bfloat16:
         rows = rows.float()  # NumPy has no bfloat16
     padded = accelerator.pad_across_processes(rows, dim=0, pad_index=fill)
@@ -140,8 +108,8 @@ def _gather(rows: Tensor, accelerator: Any, *, fill: int) -> np.ndarray:
     return gathered
 
 
-def process(function: Callable[[Tensor, Tensor], Any], logits: Tensor, labels: Tensor) -> Tensor:
-    """Predictions that `preprocess_logits_for_metrics` makes of a rank's logits.
+def preprocess(function: Callable[[Tensor, Tensor], Any], logits: Tensor, labels: Tensor) -> Tensor:
+    """Apply `preprocess_logits_for_metrics` to a rank's logits.
 
     Args:
         function (`Callable`): The user's.
@@ -152,13 +120,14 @@ def process(function: Callable[[Tensor, Tensor], Any], logits: Tensor, labels: T
         `[1, T, ...]`.
 
     Raises:
-        ValueError: where a row of the result depends on other rows, which may be of another
-            document, or be missing on this rank.
+        ValueError: A token's result depends on other tokens, which may belong to another document
+            or be on another rank.
     """
     found = function(logits, labels)
     rows = logits.shape[1]
-    # some of the rows, back to front: a function that shifts or sums over tokens shows itself
-    some = slice(0, min(_CHECKED, (rows + 1) // 2))
+    # Again on at most 64 tokens, back to front: a function that shifts or sums over tokens would
+    # give other results.
+    some = slice(0, min(64, (rows + 1) // 2))
     again = function(logits[:, some].flip(1), labels[:, some].flip(1))
     if isinstance(found, Tensor) and found.shape[:2] == (1, rows):
         few, same = found[:, some].flip(1).double(), again.double()
@@ -178,19 +147,19 @@ _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer co
 class EvaluationMixin(_Base):
     """Evaluates a Trainer's model on shared batches, as if each document were evaluated alone."""
 
-    _losses: TokenWeightedLoss | None = None  # of the evaluation that runs
-    _rows: DocumentRows | None = None  # of the evaluation that runs, where predictions are wanted
-    _targets: Tensor | None = None  # of the evaluation batch that runs, over all trainers
-    _watched: WatchedStep | None = None  # the step that runs
+    _losses: TokenWeightedLoss | None = None  # of the evaluation under way
+    _rows: DocumentRows | None = None  # also of that, if predictions are wanted
+    _targets: Tensor | None = None  # of the evaluation batch under way, over all trainers
+    _guarded_step: GuardedStep | None = None  # the step under way
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The Trainer's own; in evaluation a sum over the targets of all trainers, always."""
+        """Compute the Trainer's loss; in evaluation over the targets of all trainers."""
         if self._targets is not None:
             num_items_in_batch = self._targets.clamp(min=1)  # none at all gives loss 0, not NaN
-        if self._watched is not None:
-            self._watched.see(inputs, count=num_items_in_batch)
+        if self._guarded_step is not None:
+            self._guarded_step.check_loss(inputs, count=num_items_in_batch)
         return super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
@@ -202,18 +171,18 @@ class EvaluationMixin(_Base):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """One evaluation batch; its loss, targets and predictions are kept for `evaluation_loop`,
-        which leaves the Trainer below it the loss alone."""
+        """Run one evaluation batch, and keep its loss, targets and predictions."""
+        # They are kept for `evaluation_loop`: the Trainer's own would join predictions by batch.
         batch, rows = self._bind(inputs), self._rows
         self._targets = self.accelerator.gather(inputs["shift_labels"].ne(IGNORE).sum()[None]).sum()
-        self._watched = watched = WatchedStep.begin(self, inputs)
+        self._guarded_step = step = GuardedStep.begin(self, inputs)
         try:
             found = super().prediction_step(
                 model, inputs, prediction_loss_only and rows is None, ignore_keys
             )
-            watched.end()
+            step.end()
         finally:
-            targets, self._targets, self._watched = self._targets, None, None
+            targets, self._targets, self._guarded_step = self._targets, None, None
         loss, logits, _ = found
         if self._losses is not None and loss is not None:
             self._losses.add(loss, targets=targets)
@@ -222,11 +191,11 @@ class EvaluationMixin(_Base):
         if not isinstance(logits, Tensor):
             raise ValueError(
                 f"{type(self.model).__name__} gave {type(logits).__name__} as predictions, but "
-                "only logits can be put together; name its other outputs in ignore_keys"
+                "only logits can be joined by document; name its other outputs in ignore_keys"
             )
         labels = inputs["labels"]
         if self.preprocess_logits_for_metrics is not None:
-            logits = process(self.preprocess_logits_for_metrics, logits, labels)
+            logits = preprocess(self.preprocess_logits_for_metrics, logits, labels)
         rows.add(batch, logits, labels, inputs["input_ids"], accelerator=self.accelerator)
         return loss, None, None
 
@@ -238,12 +207,14 @@ class EvaluationMixin(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As Trainer's, with a loss that is the mean over all targets of the set, and predictions
-        and labels of whole documents in the order of the data set, the same on every rank."""
+        """Evaluate a set: the loss is the mean over its targets, predictions are of documents.
+
+        Predictions and labels are in the order of the data set, the same on every rank.
+        """
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         extra = getattr(self, "_metrics", {}).get("eval", {})  # what TRL logs beside the loss
-        extra.clear()  # TRL's `predict` leaves its own
+        extra.clear()  # TRL's `predict` does not clear it
         self._losses = losses = TokenWeightedLoss()
         self._rows = rows = None if prediction_loss_only else DocumentRows()
         try:
@@ -263,7 +234,7 @@ class EvaluationMixin(_Base):
     def _with_documents(
         self, output: EvalLoopOutput, rows: DocumentRows, prefix: str
     ) -> EvalLoopOutput:
-        """The output with whole documents, and the metrics of them."""
+        """Add predictions and labels of whole documents, and their metrics, to an output."""
         predictions, labels, inputs = rows.documents()
         found = {}
         if self.compute_metrics is not None:

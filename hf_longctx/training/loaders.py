@@ -127,7 +127,7 @@ class Loaders:
         )
         if new and arguments.process_index == 0:
             sampler.report.log(name)
-            self._scanned[id(dataset)].documents.say_targets()
+            self._scanned[id(dataset)].documents.log_targets()
         return sampler
 
     def _stream(self, dataset: Any, *, training: bool, name: str) -> PackStream:

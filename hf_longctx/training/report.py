@@ -1,7 +1,6 @@
-"""What each optimizer step moved and how even its work was -> log entries and a summary.
+"""Report how even the work of a run was and what it moved: log entries, a summary, a table.
 
-Layer: training.
-Says at the start what a run will do, and at the end how evenly it ran.
+A callback also logs at the start what the run will do. Layer: training.
 """
 
 import logging
@@ -16,7 +15,38 @@ from transformers import TrainerCallback
 from ..data.batch import LongCtxBatch
 from ..planning.layouts.cost import LayerKind
 
-LEVEL = "longctx_bytes_level_"  # and the level that they crossed, the outermost 0
+logger = logging.getLogger(__name__)
+
+LEVEL = "longctx_bytes_level_"  # followed by the number of the level
+LOGGED_KEYS = {
+    "longctx_tokens": "tokens of the batches, without filler",
+    "longctx_fill": "those tokens over what the batches could hold",
+    "longctx_attention_before": "attention work of the busiest rank over the mean (max/mean), with "
+    "every task on the rank that holds its queries. Softmax layers only: the work of recurrent "
+    "layers follows the tokens, which are even",
+    "longctx_attention_after": "the same, as planned. Only `distca` and `ulysses` change it. "
+    "Attention servers count",
+    "longctx_bytes_moved": "bytes that all trainers sent",
+    "longctx_wait_seconds": "the longest time that any rank waited for messages",
+    f"{LEVEL}N": "in nested domains, the bytes that crossed level N; 0 is the outermost. With "
+    "`--longctx_topology 2x4`, level 0 is between the nodes, level 1 inside them",
+    "longctx_halved": "with `--longctx_overlap pingpong`, the share of batches that ran as two "
+    "halves",
+    "longctx_servers": "attention servers at the last batch",
+    "longctx_server_tasks": "the share of attention work that the servers did",
+}
+"""Keys that each logged step adds, over all trainers and batches since the last log; meanings."""
+SUMMARY_KEYS = {
+    "ranks": "ranks of a group",
+    "spanning_documents": "documents of all batches with tokens on several ranks",
+    "bytes_moved": "bytes that all trainers sent, over all logged steps",
+    "servers": "attention servers at the last step",
+    "steps": "the last logged step",
+    "loss_first": "loss of the first logged step; null if there is none",
+    "loss_last": "loss of the last logged step; null if there is none",
+    "losses": "losses of all logged steps",
+}
+"""Keys of `longctx_summary`; meanings."""
 
 
 @dataclass(slots=True)
@@ -24,17 +54,16 @@ class StepReport:
     """Sums over the micro-batches since the last log, as this rank's group saw them.
 
     Args:
-        tokens (`int`): Tokens of the group's batches, filler left out.
+        tokens (`int`): Tokens of the group's batches, without filler.
         budget (`int`): Tokens the batches could have held.
         spanning (`int`): Documents with tokens on several ranks.
-        busiest_before, busiest_after (`float`): Score entries of the busiest rank, by home and by
-            server, added up over layers and batches: ranks meet in every layer, so an uneven batch
-            is not made good by the next one. Extra servers count by their speed, and take from the
-            mean too.
-        mean (`float`): Those of the mean rank, by home.
+        busiest_before, busiest_after (`float`): Score entries of the busiest rank, without and with
+            balancing, summed over layers and batches. Attention servers count by their speed, and
+            lower the mean too.
+        mean (`float`): Score entries over the number of ranks.
         batches, halved (`int`): Micro-batches, and those that ran as two halves.
-        servers (`int`): Extra servers at the last batch.
-        served (`float`): What they attended to, in units of `mean`.
+        servers (`int`): Attention servers at the last batch.
+        served (`float`): Score entries that they computed, over the number of ranks.
     """
 
     tokens: int = 0
@@ -49,13 +78,21 @@ class StepReport:
     served: float = 0.0
 
     def add(self, batch: LongCtxBatch, *, algorithm: str, kinds: Sequence[LayerKind]) -> None:
-        """Count one micro-batch, with the kind of each layer."""
+        """Add one micro-batch.
+
+        Args:
+            batch (`LongCtxBatch`): Bound to this process.
+            algorithm (`str`): The algorithm that plans its softmax layers.
+            kinds (`Sequence[LayerKind]`): The kind of each softmax layer.
+        """
         self.tokens += int(batch.layout.lengths.sum()) - batch.filler
         self.budget += batch.budget
         self.spanning += batch.layout.spanning_documents
         self.batches += 1
         self.halved += bool(batch.halves)
         self.servers, ranks = len(batch.options.speeds), batch.layout.ranks
+        # The busiest rank is taken batch by batch and layer by layer, since ranks wait for each
+        # other in every layer: an uneven batch is not made up for by the next one.
         for part, kind in product(batch.parts, set(kinds)):
             plan, layers = part.plan(algorithm, kind), kinds.count(kind)
             work = plan.work(balanced=True)
@@ -66,11 +103,11 @@ class StepReport:
             self.served += layers * float(work[ranks:].sum()) / ranks
 
     def of_all_groups(self, accelerator: Any, *, ranks: int) -> "StepReport":
-        """Sums over the groups, with the busiest rank of any; a collective call of all trainers.
+        """Combine the reports of all groups; a collective call of all trainers.
 
         Args:
             accelerator: Gathers over the trainers.
-            ranks (`int`): Ranks of a group, which all report the same.
+            ranks (`int`): Ranks of a group, whose reports are all the same.
         """
         mine = torch.tensor(astuple(self), dtype=torch.float64, device=accelerator.device)
         columns = accelerator.gather(mine[None])[::ranks].T.cpu()
@@ -82,9 +119,8 @@ class StepReport:
         )  # fmt: skip
 
     def logs(self) -> dict[str, float]:
-        """Log entries: tokens, fill, attention max/mean before and after balancing; with extra
-        servers how many there are, and the share of attention work that they did."""
-        mean = self.mean or 1.0  # no softmax layers: nothing to balance
+        """Return the log entries that are known without asking other trainers."""
+        mean = self.mean or 1.0  # 0 without softmax layers, which leave nothing to balance
         before, after = (self.busiest_before, self.busiest_after) if self.mean else (1.0, 1.0)
         with_servers = {
             "longctx_servers": self.servers,
@@ -100,20 +136,15 @@ class StepReport:
 
 
 def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> dict[str, Any]:
-    """One object for a whole run, from the trainer's log history.
+    """Summarise a whole run in one object; see `SUMMARY_KEYS`.
 
     Args:
         history (`Sequence[dict]`): `trainer.state.log_history`.
         ranks (`int`): Ranks of a group.
         spanning (`int`): Documents of all batches with tokens on several ranks.
-
-    Returns:
-        `ranks`, `spanning_documents`, `bytes_moved` (over ranks and steps), `servers` (at the last
-        step), `steps`, `loss_first`, `loss_last` (`None` without a logged step), and the
-        `losses` of all logged steps.
     """
     steps = [entry for entry in history if "longctx_tokens" in entry]
-    return {
+    found = {
         "ranks": ranks,
         "spanning_documents": spanning,
         "bytes_moved": sum(entry["longctx_bytes_moved"] for entry in steps),
@@ -123,14 +154,16 @@ def summary(history: Sequence[dict[str, Any]], *, ranks: int, spanning: int) -> 
         "loss_last": steps[-1]["loss"] if steps else None,
         "losses": [entry["loss"] for entry in steps],
     }
+    assert found.keys() == SUMMARY_KEYS.keys(), found.keys()
+    return found
 
 
 def table(history: Sequence[dict[str, Any]]) -> str:
-    """The logged steps as text: one line a step, for people."""
+    """Format the logged steps as a table, one line for each."""
     served = any("longctx_servers" in entry for entry in history)
-    crossed = sorted({key for entry in history for key in entry if key.startswith(LEVEL)})
+    levels = sorted({key for entry in history for key in entry if key.startswith(LEVEL)})
     columns = ("step", "tokens", "fill", "attention max/mean", "moved", "waiting", "loss")
-    rows = [columns + ("by servers",) * served + ("by level",) * bool(crossed)]
+    rows = [columns + ("by servers",) * served + ("by level",) * bool(levels)]
     for entry in (e for e in history if "longctx_tokens" in e):
         before, after = entry["longctx_attention_before"], entry["longctx_attention_after"]
         rows.append(
@@ -144,7 +177,7 @@ def table(history: Sequence[dict[str, Any]]) -> str:
                 f"{float(entry['loss']):.4f}",
             )
             + (f"{entry.get('longctx_server_tasks', 0.0):.0%}",) * served
-            + (_over_levels(entry, crossed),) * bool(crossed)
+            + (_over_levels(entry, levels),) * bool(levels)
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
@@ -152,18 +185,15 @@ def table(history: Sequence[dict[str, Any]]) -> str:
 
 
 def _over_levels(entry: dict[str, Any], keys: Sequence[str]) -> str:
-    """Bytes over each level of nested domains, from the outside in."""
+    """Format the bytes that crossed each level of nested domains, the outermost first."""
     return " + ".join(f"{entry.get(key, 0) / 2**20:,.1f}" for key in keys) + " MiB"
 
 
-logger = logging.getLogger(__name__)
-
-
 class LongCtxCallback(TrainerCallback):
-    """Start-up arithmetic and the final balance table, on the main process.
+    """Logs what a run will do at its start and the table of its steps at its end.
 
     Args:
-        trainer: The `LongCtxTrainerMixin` it reports on.
+        trainer: The `LongCtxTrainerMixin` that it reports on.
     """
 
     def __init__(self, trainer: Any) -> None:

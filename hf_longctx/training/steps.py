@@ -22,7 +22,7 @@ from ..planning.predict.scan_schedule import StateSizes
 from ..planning.program.counts import Widths, by_level, peak_bytes
 from ..runtime.agreement import validate_agreement
 from ..runtime.pingpong import log_unsplit
-from .checks import WatchedStep, validate_positions
+from .checks import GuardedStep, validate_positions
 from .measurements import BY_LINK, find_link, log_choices, log_scans
 from .report import LEVEL, StepReport, summary
 
@@ -41,7 +41,7 @@ class StepsMixin(_Base):
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
     _logged: Tensor  # `_exchanged` at the last log
-    _watched: WatchedStep | None = None  # the step that runs
+    _guarded_step: GuardedStep | None = None  # the step under way
 
     def _start_report(self) -> None:
         """Nothing is counted so far."""
@@ -100,12 +100,12 @@ class StepsMixin(_Base):
         self._report.add(batch, algorithm=self.longctx_algorithm, kinds=kinds)
         if self.args.longctx_overlap == "pingpong" and self.args.process_index == 0:
             log_unsplit(batch)
-        self._watched = watched = WatchedStep.begin(self, inputs)
+        self._guarded_step = step = GuardedStep.begin(self, inputs)
         try:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
-            watched.end()
+            step.end()
         finally:
-            self._watched = None
+            self._guarded_step = None
         if self.args.process_index == 0:
             self._scanned = log_scans(batch, before=self._scanned)
         return loss

@@ -16,7 +16,7 @@ from ..attention.spec import log_whole_exchanges, validate_layer_heads
 from ..comm.channels import GlooChannel
 from ..comm.topology import Topology, find_topology, given_levels, own_place, validate_domains
 from ..config import LongCtxArguments
-from ..data.documents import columns_in
+from ..data.documents import column_names
 from ..data.sampler import GroupBatchSampler
 from ..data.stream import PackStream
 from ..planning.layouts.levels import Levels
@@ -36,14 +36,15 @@ from ..support import (
     validate_wrappers,
 )
 from .checks import (
-    leave_out,
-    log_left_out,
+    log_unused_collator,
     position_limit,
+    validate_collator,
     validate_collator_targets,
     validate_loaders,
+    validate_loss,
     validate_positions,
 )
-from .evaluation import EvaluationMixin, validate_loss
+from .evaluation import EvaluationMixin
 from .groups import add_channels, find_group, make_runtime, make_server_pool
 from .loaders import Loaders
 from .measurements import find_auto, flag_options, shared_costs
@@ -66,15 +67,10 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        ignored = leave_out(self.data_collator)
-        log_left_out(self.data_collator, ignore_id=ignored)
+        ignored = validate_collator(self.data_collator)
+        log_unused_collator(self.data_collator, ignore_id=ignored)
         validate_loaders(self, mixin=LongCtxTrainerMixin)
         validate_loss(self)
-        if self.compute_loss_func is not None:
-            raise ValueError(
-                "compute_loss_func would see one rank's labels and shift them again; leave it out "
-                "and use the model's own loss"
-            )
         self._longctx_arguments()
         validate_arguments(self.args)
         validate_given(self.model, train_dataset=self.train_dataset)
@@ -188,7 +184,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         source = self.longctx_loaders.source(
             dataset, training=name == "train_dataset", description=name
         )
-        columns = columns_in(dataset)
+        columns = column_names(dataset)
         validate_collator_targets(self.data_collator, columns)
         if self._position_limit is not None and "position_ids" in columns:
             raise ValueError(
@@ -206,7 +202,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 f"the model runs attn_implementation={self.longctx_attention!r}; load it with one "
                 f"of {NAMES}, or resume from a checkpoint of such a run"
             )
-        if leave_out(self.data_collator) != self.longctx_loaders.ignore_id:
+        if validate_collator(self.data_collator) != self.longctx_loaders.ignore_id:
             raise ValueError(
                 "data_collator was replaced after the trainer was made, by one with another "
                 "padding token; pass it when the trainer is made"

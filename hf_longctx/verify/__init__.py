@@ -1,3 +1,1 @@
-"""Compares a model under one of our names, over ranks, with one process that runs each document
-alone.
-"""
+"""Compare a model under one of our names, over ranks, with one process that runs each document."""

@@ -1,10 +1,9 @@
-"""A model's config -> a small instance of the same family that decides support as the full one.
+"""Check, for a model or a config, which of our attention names work, and why the others do not.
 
-Layer: verify. Kept: layer kinds, heads, rotary settings, windows, flags. Cut: layers to the first
-of each kind, vocabulary, experts, widths of MLPs and of the residual stream.
-
-A model or config -> for every attention name of ours, whether it works, and why not. The rules look at the config; where none applies, the probe runs a few tokens
-through the model, or through a small instance of a config's family.
+The rules of `support` look at the config. Where none applies, the probe runs a few tokens through
+the model or, for a config, through a small instance of its family: layer kinds, heads, rotary
+settings, windows and flags are kept, so that it is supported exactly where the full model is.
+Layers are cut to the first of each kind; vocabulary, experts and widths are cut too. Layer: verify.
 """
 
 import copy
@@ -25,7 +24,7 @@ from .fla_reference import library_for, naive_kernels
 MAX_LAYERS = 10_000  # far above any model; kinds of layers are told apart one by one
 MAX_PARAMETERS = 300_000_000  # of an instance: about a gigabyte, and seconds to draw
 VOCABULARY = 256
-EXPERTS = 16  # divisible by the usual numbers of expert groups, and no fewer than the usual top-k
+EXPERTS = 16  # a multiple of the usual numbers of expert groups, and at least the usual top-k
 MLP_WIDTH = 64
 WIDTH_PER_HEAD = 16
 _EXPERTS = {"n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"}
@@ -33,23 +32,26 @@ _PER_TOKEN = {"num_experts_per_tok", "moe_k", "moe_topk"}
 
 
 def small_model(config: Any, *, build: Callable[[Any], Any] | None = None) -> Any:
-    """A model of the config's family, on the CPU in float32, that runs under its own attention.
+    """Build a small model of the config's family, on the CPU in float32.
+
+    It has run once, under the family's own attention.
 
     Args:
         config: A Transformers config; left as it is.
-        build (`Callable[[Any], Any]`, *optional*): Config -> model; the causal language model of
-            the config by default.
+        build (`Callable[[Any], Any]`, *optional*): Makes a model of a config; by default its
+            causal language model.
 
     Raises:
-        ValueError: for a number of layers that no model has; where neither a shrunk instance nor
-            the config as given (up to `MAX_PARAMETERS`) can be built and run on three tokens.
+        ValueError: for an impossible number of layers, and where neither a shrunk instance nor the
+            config as given (up to `MAX_PARAMETERS`) can be built and run on three tokens.
     """
     validate_layers(getattr(config.get_text_config(decoder=True), "num_hidden_layers", None))
     build = build or AutoModelForCausalLM.from_config
     reasons = []
     for candidate in _candidates(config):
-        candidate._attn_implementation = None  # the family's own, which must run by itself
+        candidate._attn_implementation = None  # the family must run under its own first
         try:
+            # Count before building: a full-size config would fill the memory.
             with torch.device("meta"), library_for(candidate):
                 size = sum(p.numel() for p in build(copy.deepcopy(candidate)).parameters())
             if size > MAX_PARAMETERS:
@@ -58,7 +60,7 @@ def small_model(config: Any, *, build: Callable[[Any], Any] | None = None) -> An
                 model = build(candidate).float().eval()
             with torch.no_grad(), naive_kernels(model):
                 model(input_ids=torch.arange(3)[None], use_cache=False)
-        except Exception as error:  # whatever a family does with sizes it was not made for
+        except Exception as error:  # families raise anything for sizes they were not made for
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
         else:
             return model
@@ -69,7 +71,7 @@ def small_model(config: Any, *, build: Callable[[Any], Any] | None = None) -> An
 
 
 def validate_layers(layers: object) -> None:
-    """Raise ValueError for a number of layers that no model has; anything but an `int` passes."""
+    """Raise `ValueError` for an impossible number of layers; anything but an `int` passes."""
     if isinstance(layers, int) and not 1 <= layers <= MAX_LAYERS:
         raise ValueError(
             f"num_hidden_layers={layers:,}: a model has 1 to {MAX_LAYERS:,} layers; give the "
@@ -78,7 +80,7 @@ def validate_layers(layers: object) -> None:
 
 
 def _candidates(config: Any) -> Iterator[Any]:
-    """The smallest config first, then one with the full residual width, then the config itself."""
+    """Yield the smallest config, then one with the full residual width, then the config itself."""
     for with_width in (True, False):
         with suppress(Exception):
             yield shrink(config, width=with_width)
@@ -86,7 +88,7 @@ def _candidates(config: Any) -> Iterator[Any]:
 
 
 def shrink(config: Any, *, width: bool = True) -> Any:
-    """A copy of a config with fewer layers, experts, tokens and channels.
+    """Copy a config with fewer layers, experts, tokens and channels.
 
     Args:
         config: A Transformers config; its text config is the one that is cut.
@@ -103,6 +105,7 @@ def shrink(config: Any, *, width: bool = True) -> Any:
         elif "vocab_size" in name:
             _cap(text, name, value, VOCABULARY)
         elif name.endswith("_token_id"):
+            # Ids of special tokens must stay inside the smaller vocabulary.
             ids = value if isinstance(value, list) else [value]
             kept = [i % VOCABULARY if isinstance(i, int) else i for i in ids]
             setattr(text, name, kept if isinstance(value, list) else kept[0])
@@ -114,7 +117,7 @@ def shrink(config: Any, *, width: bool = True) -> Any:
 
 
 def _cap(config: Any, name: str, value: Any, limit: int) -> None:
-    """Set an integer field, or a list of integers, to at most `limit`."""
+    """Cap an integer field, or a list of integers, at `limit`."""
     if isinstance(value, list) and all(isinstance(v, int) for v in value):
         setattr(config, name, [min(v, limit) for v in value])
     elif isinstance(value, int) and not isinstance(value, bool):
@@ -122,12 +125,14 @@ def _cap(config: Any, name: str, value: Any, limit: int) -> None:
 
 
 def _cut_layers(config: Any) -> None:
-    """Keep the first layer of each kind: layers are of one kind when all per-layer fields agree."""
+    """Keep the first layer of each kind; layers are of one kind if all per-layer fields agree."""
     layers, given = config.num_hidden_layers, config.to_dict()
     shared = getattr(config, "num_kv_shared_layers", None) or 0  # the last ones reuse keys
     own = {int(n): v for n, v in (given.get("per_layer_config") or {}).items()}
     fields = {name: list(v) for name, v in given.items() if isinstance(v, list | tuple)}
-    numbers = {  # fields that list some layers by number
+    # A list is either one value per layer (`layer_types`) or the numbers of some layers
+    # (`attn_layer_indices`); both describe kinds of layers.
+    numbers = {
         name: value
         for name, value in fields.items()
         if name.endswith(("_layers", "_idxs", "_indices")) and _numbers_layers(value, layers)
@@ -139,6 +144,7 @@ def _cut_layers(config: Any) -> None:
         kind = [value[layer] for value in values.values()]
         reuses = layer >= layers - shared
         first.setdefault(repr((kind, listed, own.get(layer), reuses)), layer)
+    # With a single kind keep two layers: some faults show only from layer to layer.
     kept = [*first.values()] if len(first) > 1 else sorted({0, layers - 1})
     config.num_hidden_layers = len(kept)
     if shared:
@@ -152,19 +158,19 @@ def _cut_layers(config: Any) -> None:
 
 
 def _numbers_layers(value: list[Any], layers: int) -> bool:
-    """Whether a list holds layers' numbers, each once (and no flag per layer)."""
+    """Tell whether a list holds distinct layer numbers, and not one flag per layer."""
     distinct = len(set(map(repr, value))) == len(value)
     return distinct and all(isinstance(v, int) and 0 <= v < layers for v in value)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One attention name.
+    """The result of a check for one attention name.
 
     Args:
-        name (`str`): What `attn_implementation` would be.
+        name (`str`): Value of `attn_implementation`.
         works (`bool`): Whether training under it is exact.
-        rule (`str`): Why it is refused; every reason, joined by ` | `. Empty where it works.
+        rule (`str`): Why it is refused, every reason, joined by ` | `. Empty where it works.
         remedy (`str`): What to do about each reason, joined likewise.
     """
 
@@ -175,16 +181,16 @@ class Row:
 
 
 def check(model: Any) -> list[Row]:
-    """Whether a model can be trained under each attention name, before anything is trained.
+    """Check whether a model can be trained under each attention name, before training.
 
-    The model's attention name and its training mode are what they were afterwards.
+    The model's attention name and training mode are restored.
 
     Args:
         model: A Transformers causal language model, also wrapped by PEFT or on the meta device, or
             a config. For the last two a small instance of the family is probed; see `small_model`.
 
     Returns:
-        A row for every name. Nothing is raised: what goes wrong stands in `rule`.
+        A row for every name. Nothing is raised: errors are reported in `rule`.
     """
     rows = [_by_rules(name, model) for name in NAMES]
     if all(rows):
@@ -197,7 +203,7 @@ def check(model: Any) -> list[Row]:
 
 
 def _by_rules(name: str, model: Any) -> Row | None:
-    """A refusal by the model's config, if one applies."""
+    """Return the refusal by the rules on the model's config, or `None`."""
     try:
         problems = model_problems(getattr(model, "config", model), name=name)
     except Exception as error:
@@ -209,7 +215,7 @@ def _by_rules(name: str, model: Any) -> Row | None:
 
 
 def _subject(model: Any) -> Any:
-    """The model itself where it holds values, else a small instance of its family."""
+    """Return the model itself if it holds values, else a small instance of its family."""
     if not hasattr(model, "config"):
         return small_model(model)
     if next(model.parameters()).is_meta:
@@ -219,6 +225,7 @@ def _subject(model: Any) -> Any:
 
 
 def _probed(name: str, model: Any) -> Row:
+    """Run the trainer's probe under a name."""
     try:
         with _running(model, name):
             probe(model, name=name)
@@ -228,7 +235,10 @@ def _probed(name: str, model: Any) -> Row:
 
 
 def _refused(name: str, error: Exception) -> Row:
-    """A refusal of ours ends in "; remedy"; other errors have none."""
+    """Make a row of an error.
+
+    The message of one of our refusals ends in "; remedy"; other errors have no remedy.
+    """
     rule, _, remedy = str(error).rpartition("; ")
     if not isinstance(error, ValueError) or not rule:
         rule, remedy = f"{type(error).__name__}: {error}", "train it with its own attention"
@@ -237,7 +247,7 @@ def _refused(name: str, error: Exception) -> Row:
 
 @contextmanager
 def _running(model: Any, name: str) -> Iterator[None]:
-    """The model prepared and under an attention name; afterwards it is what it was."""
+    """Prepare the model and set an attention name; restore both at the end."""
     configs = [part.config for part in model.modules() if hasattr(part, "config")]
     before = [(config, config._attn_implementation) for config in configs]
     model.set_attn_implementation(name)
@@ -246,5 +256,5 @@ def _running(model: Any, name: str) -> Iterator[None]:
             yield
     finally:
         for config, own in before:
-            config._attn_implementation_internal = own
+            config._attn_implementation_internal = own  # the public setter checks the name anew
         guard(model)

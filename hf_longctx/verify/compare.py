@@ -1,12 +1,14 @@
-"""Errors of the plain paths -> what ours may be, and which of a report's are larger.
+"""Compare a model over ranks with one process, and judge the errors by bounds.
 
-Layer: verify. Where the numbers come from stands in `compare`.
+Two references run every document alone: the naive float64 twin, and stock Transformers in float32.
+Without the second one, a mistake shared by the twin and the fast path would cancel. Bounds:
 
-Rank results and one-process references -> the errors and counts that `hf-longctx verify` prints. Two references run every document alone: the naive float64 twin, and stock
-Transformers in float32. Bounds: 1e-10 (with recurrent layers 1e-9) against the twin in float64; in
-bf16 twice (gradients three times) the error of the plain bf16 path; in float32, and against
-Transformers, 1e-5 (recurrent gradients 1e-4) or, where the plain float32 path itself is further
-than that from the twin, twice (three times) its error.
+- against the twin in float64: 1e-10, with recurrent layers 1e-9;
+- against the twin in bf16: twice the error of the plain bf16 path, gradients three times;
+- in float32, and against Transformers: 1e-5 (recurrent gradients 1e-4) or, where the plain float32
+  path itself is further than that from the twin, twice its error (gradients three times).
+
+Layer: verify.
 """
 
 import logging
@@ -42,19 +44,22 @@ from .twins import (
     register_reference,
 )
 
-BF16_UNIT = 2**-9  # rounding of bf16: plain errors below it are luck (a mean's, mostly)
+logger = logging.getLogger(__name__)
+ROWS = 320  # tokens per rank: long enough for the planner to move 128-row tasks
+BF16_UNIT = 2**-9  # rounding of bf16: a plain error below it is luck, mostly of a mean
 
 
 def bounds_of(
     dtype: str, *, plain: Mapping[str, float], single: Mapping[str, float], recurrent: bool
 ) -> dict[str, float]:
-    """What each error may be.
+    """Compute the bound of each error.
 
     Args:
-        dtype (`str`): Of the comparison with the twin.
+        dtype (`str`): Dtype of the comparison with the twin.
         plain (`Mapping[str, float]`): Errors of the plain path in `dtype`, against the twin.
-        single (`Mapping[str, float]`): Those of the plain path in float32.
-        recurrent (`bool`): The model has recurrent layers, whose sums run over whole documents.
+        single (`Mapping[str, float]`): Errors of the plain path in float32.
+        recurrent (`bool`): Whether the model has recurrent layers, whose sums run over whole
+            documents and so round more.
     """
     bounds: dict[str, float] = {}
     for key in plain:
@@ -72,11 +77,11 @@ def bounds_of(
 
 
 def broken(report: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]:
-    """The bounds that a report breaks, in words."""
+    """Describe the bounds that a report breaks."""
     found = [
         f"{key} {report[key]:.3g} is above {bound:.3g}"
         for key, bound in bounds.items()
-        if not report[key] <= bound or report[key] == np.inf  # the plain path may be infinite too
+        if not report[key] <= bound or report[key] == np.inf  # the bound may be infinite as well
     ]
     if report["bytes_sent"] != report["bytes_planned"]:
         found.append(
@@ -89,13 +94,9 @@ def broken(report: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]:
     return found
 
 
-logger = logging.getLogger(__name__)
-ROWS = 320  # tokens per rank: long enough for the planner to move 128-row pieces
-
-
 @dataclass
 class Reference:
-    """What one process computes, each document alone."""
+    """Logits, loss and gradients of all batches, in document order."""
 
     logits: list[Tensor]
     loss: float
@@ -103,8 +104,10 @@ class Reference:
 
 
 def case_lengths(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Documents of the batches: ending on, before and after rank edges, one of a token, odd ones,
-    and one that spans every rank.
+    """Return document lengths of three batches that exercise every kind of rank edge.
+
+    Documents end on, before and after rank edges; one has a single token, some have odd lengths,
+    and one spans every rank.
     """
     total = ROWS * ranks
     on_edge = (1, 127, ROWS - 128) + (ROWS,) * (ranks - 1)
@@ -114,7 +117,7 @@ def case_lengths(ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def run_reference(case: Case, *, name: str, dtype: torch.dtype) -> Reference:
-    """Every document alone through the same weights under another attention."""
+    """Run every document alone through the same weights, under another attention."""
     logger.info("one process, %s in %s, each document alone", name, str(dtype)[6:])
     register_reference()
     model = build(case.model, name=name, dtype=dtype)
@@ -124,6 +127,7 @@ def run_reference(case: Case, *, name: str, dtype: torch.dtype) -> Reference:
     with precision(dtype), naive_kernels(model):
         for batch in range(len(case.lengths)):
             logits = []
+            # The loss of each document is divided by all targets, so that losses add up.
             for document in case.documents(batch):
                 ids = torch.from_numpy(document)[None]
                 output = model(input_ids=ids, labels=ids, num_items_in_batch=count)
@@ -138,7 +142,7 @@ def run_reference(case: Case, *, name: str, dtype: torch.dtype) -> Reference:
 
 
 def _gather(case: Case, results: list[RankResult]) -> Reference:
-    """The ranks' results in document order."""
+    """Bring the ranks' results into document order."""
     logits = []
     for batch in range(len(case.lengths)):
         layout, _ = case.cut(batch, ranks=len(results))
@@ -148,10 +152,10 @@ def _gather(case: Case, results: list[RankResult]) -> Reference:
 
 
 def errors(ours: Reference, right: Reference) -> dict[str, float]:
-    """`logit_error`, `loss_error` and `grad_error`, each of the worst tensor.
+    """Compute `logit_error`, `loss_error` and `grad_error`, each of the worst tensor.
 
     Logits and loss: `max|a - b| / max|b|`. A gradient is measured against the larger of its own
-    largest entry and a thousandth of the model's.
+    largest entry and a thousandth of the model's largest: gradients that should be 0 are rounding.
     """
     largest = max(float(g.abs().max()) for g in right.grads.values())
     grads = [
@@ -163,18 +167,18 @@ def errors(ours: Reference, right: Reference) -> dict[str, float]:
         for a, b in zip(ours.logits, right.logits, strict=True)
     ]
     loss = abs(ours.loss - right.loss) / abs(right.loss)
-    # np.max, unlike max, hands on a NaN wherever it stands
+    # np.max, unlike max, returns NaN if any entry is NaN; NaN then counts as infinite.
     found = {"logit_error": np.max(logits), "loss_error": loss, "grad_error": np.max(grads)}
     return {key: float(value) if np.isfinite(value) else np.inf for key, value in found.items()}
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """`max|a - b|` in float64, whatever the dtypes."""
+    """Compute `max|a - b|` in float64, whatever the dtypes."""
     return float((a.double() - b.double()).abs().max())
 
 
 def _lengths(given: Sequence[int] | None, *, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Documents of each batch: those asked for as one batch, or those that break things."""
+    """Return the documents asked for as one batch, else the three batches of `case_lengths`."""
     if given is None:
         return case_lengths(ranks)
     if min(given, default=0) < 1 or max(given) < 2 or sum(given) < ranks:
@@ -205,7 +209,7 @@ def verify(
         ranks (`int`): Gloo processes to run.
         arguments (`LongCtxArguments`, *optional*): Layout, tolerance, overlap and domains; topology
             `auto` is one domain, as all ranks are on this machine.
-        dtype (`str`, *optional*, defaults to `float64`): Of the comparison with the twin.
+        dtype (`str`, *optional*, defaults to `float64`): Dtype of the comparison with the twin.
         checkpointing (`bool`, *optional*): Run both kinds and report the worst of each figure.
         document_lengths (`Sequence[int]`, *optional*): Documents of one batch to use instead of
             those of `case_lengths`.
@@ -213,8 +217,7 @@ def verify(
         pool (`RankPool`, *optional*): Rank processes to use; started and ended here by default.
 
     Returns:
-        The report: errors, counts, `bounds`, what was set to 0, and `failed`, the bounds that do
-        not hold.
+        The report, with the keys of `FIGURES` in `cli/verify.py`.
 
     Raises:
         ValueError: where the combination is refused.
@@ -247,8 +250,7 @@ def verify(
     )
     twin = run_reference(case, name=REFERENCE, dtype=torch.float64)
     stock = run_reference(case, name="eager", dtype=torch.float32)
-    single = errors(stock, twin)
-    plain = single
+    plain = single = errors(stock, twin)
     if dtype == "bf16":
         plain = errors(run_reference(case, name="eager", dtype=DTYPES[dtype]), twin)
     kinds = ("reentrant", "nonreentrant") if checkpointing else ("none",)
@@ -262,7 +264,7 @@ def verify(
             logger.info("%d ranks, %s in %s, checkpointing %s", ranks, name, dtype, kind)
             results = own.run(run_rank, case=checked, **used)
             scans = results[0].scans
-            in_float32 = results
+            in_float32 = results  # compared with stock Transformers
             if dtype != "float32":
                 logger.info("%d ranks, %s in float32, checkpointing %s", ranks, name, kind)
                 in_float32 = own.run(run_rank, case=replace(checked, dtype="float32"), **used)
@@ -298,6 +300,7 @@ def _report(
     twin: Reference,
     stock: Reference,
 ) -> dict[str, Any]:
+    """Form the errors and counts of one run."""
     ours = errors(_gather(case, results), twin)
     theirs = errors(_gather(case, in_float32), stock)
     both = (*results, *in_float32)

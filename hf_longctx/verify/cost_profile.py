@@ -46,7 +46,7 @@ BUCKETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The batches of a comparison: group size, and tokens of each rank."""
+    """Size of the batches of a comparison: ranks of a group, and tokens of each."""
 
     ranks: int = 4
     tokens: int = 4096
@@ -56,12 +56,13 @@ COMPARED = Compared()
 
 
 class Tasks:
-    """Equal causal tasks on random rows, ready to run.
+    """Causal tasks on random rows, ready to run.
 
     Args:
-        sizes (`list[tuple[int, int]]`): Query rows and keys of each task; its last row sees all.
-        heads, kv_heads, head_dim (`int`): Of the layer.
-        dtype (`torch.dtype`, *optional*): Of the rows.
+        sizes (`list[tuple[int, int]]`): Query rows and keys of each task; the last row of a task
+            sees all its keys.
+        heads, kv_heads, head_dim (`int`): Shape of the layer.
+        dtype (`torch.dtype`, *optional*): Dtype of the rows.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Tasks:
         self.backward = calls(_placed(sizes, ("q", "grad", "dq"), ("kv", "dkv")), window=0)
 
     def seconds(self) -> float:
-        """CPU seconds of one forward and backward."""
+        """Run forward and backward once; returns CPU seconds."""
+        # CPU time, not wall time: nothing waits here, and other processes must not count.
         started = time.process_time()
         for call in self.forward:
             attend(call, q=self.q, kv=self.kv, into=self.into, scoring=self.scoring)
@@ -109,7 +111,7 @@ class Tasks:
 def _placed(
     sizes: list[tuple[int, int]], by_row: tuple[str, ...], by_key: tuple[str, ...]
 ) -> Iterator[KernelTask]:
-    """Tasks whose rows and keys lie end to end."""
+    """Yield the kernel tasks, whose rows and keys lie end to end."""
     row = key = 0
     for q, k in sizes:
         rows = dict.fromkeys(by_row, row) | dict.fromkeys(by_key, key)
@@ -127,14 +129,14 @@ def profile(
     rows: tuple[int, ...] | None = None,
     keys: tuple[int, ...] | None = None,
 ) -> CostTable:
-    """Time the grid.
+    """Time attention tasks over a grid of (query rows, keys).
 
     Args:
-        device (`str`, *optional*, defaults to `"cpu"`): The only one with kernels so far.
-        dtype (`str`, *optional*, defaults to `"float32"`): Of queries, keys and values.
-        heads, kv_heads, head_dim (`int`, *optional*): Of the layer.
-        rows, keys (`tuple[int, ...]`, *optional*): The grid, `ROWS` and `KEYS` by default; tasks of
-            more than `LARGEST` are left out of it.
+        device (`str`, *optional*, defaults to `"cpu"`): Only `cpu` has kernels so far.
+        dtype (`str`, *optional*, defaults to `"float32"`): Dtype of queries, keys and values.
+        heads, kv_heads, head_dim (`int`, *optional*): Shape of the layer.
+        rows, keys (`tuple[int, ...]`, *optional*): The grid, by default `ROWS` and `KEYS` without
+            tasks of more than `LARGEST`.
 
     Raises:
         ValueError: on another device or dtype, or heads that do not divide.
@@ -158,18 +160,18 @@ def profile(
         logger.info("%d query rows, of %s", q, ", ".join(map(str, rows)))
         for j, k in enumerate(keys):
             if k >= q:
-                count = max(1, TOGETHER // k)
+                count = max(1, TOGETHER // k)  # several short tasks at once, as in a packed batch
                 tasks = Tasks([(q, k)] * count, dtype=_DTYPES[dtype], **shape)
                 rates[i][j] = _best(tasks) / (count * (q * k - q * (q - 1) / 2))
-        # No causal task has more rows than keys: where one is asked for between two sizes of the
-        # grid, the square's rate stands in.
+        # No causal task has more rows than keys; interpolation near the diagonal reads such cells
+        # of the grid all the same, so they hold the rate of the smallest square task.
         square = next(rate for rate in rates[i] if rate)
         rates[i] = [rate or square for rate in rates[i]]
     return CostTable(rows=rows, keys=keys, per_entry=tuple(map(tuple, rates)))
 
 
 def _best(tasks: Tasks) -> float:
-    """Seconds of the fastest of a few runs; the first one of short tasks warms up."""
+    """Return the seconds of the fastest of a few runs; the first of short tasks warms up."""
     taken = [tasks.seconds()]
     while len(taken) < 4 and taken[-1] < REPEATED:
         taken.append(tasks.seconds())
@@ -179,14 +181,15 @@ def _best(tasks: Tasks) -> float:
 def compare_layouts(
     *, device: str, dtype: str, heads: int, kv_heads: int, head_dim: int, compare: int = 0
 ) -> dict[str, Any]:
-    """Time the grid, keep the table, and compare plans.
+    """Time the grid, save the table, and compare plans by it.
 
     Args:
         device, dtype, heads, kv_heads, head_dim: As `profile` takes them.
         compare (`int`, *optional*, defaults to 0): Batches to compare plans on, for each layout.
 
     Returns:
-        The file, the largest and smallest seconds per score entry, and figures by layout.
+        The report, with the keys of `FIGURES` in `cli/profile.py` and, for each layout, those of
+        `COMPARED_FIGURES`.
     """
     shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     allocator = keep_pages()
@@ -217,7 +220,7 @@ def _compared(
     kv_heads: int,
     head_dim: int,
 ) -> dict[str, float]:
-    """The figures of one batch."""
+    """Plan one batch in three ways, run every rank's tasks, and form the figures."""
     ranks = COMPARED.ranks
     lengths = draw(BUCKETS, seed=seed, tokens=ranks * COMPARED.tokens)
     held = cut(lengths, ranks=ranks, layout=layout)
@@ -249,12 +252,12 @@ def _compared(
 def draw(
     table: Mapping[int, float], *, seed: int, tokens: int, documents: int | None = None
 ) -> list[int]:
-    """Document lengths, log-uniform inside their bucket, at most a quarter of `tokens`.
+    """Draw document lengths, log-uniform inside their bucket, at most a quarter of `tokens`.
 
     Args:
-        table (`Mapping[int, float]`): The largest length of each bucket, and its share.
-        seed (`int`): Of the draw.
-        tokens (`int`): Of the batch; the last document is cut to fit.
+        table (`Mapping[int, float]`): Largest length of each bucket, and its share of documents.
+        seed (`int`): Seed of the draw.
+        tokens (`int`): Tokens of the batch; the last document is cut to fit.
         documents (`int`, *optional*): Draw that many, whatever their tokens.
     """
     noise = np.random.default_rng(seed)
@@ -274,11 +277,11 @@ def draw(
 
 
 def keep_pages() -> str:
-    """Let the allocator keep freed memory, for every side alike; says what it did.
+    """Let the allocator keep freed memory; returns a description of what it did.
 
-    glibc gives each freed tensor above 32 MiB back to the system, which hands its pages out anew,
-    zeroed. On a virtual machine that took a twentieth to a quarter of a packed step, and hardly any
-    of one document's, whatever code attends.
+    glibc returns each freed tensor above 32 MiB to the system, which hands its pages out again,
+    zeroed. On a virtual machine that took a twentieth to a quarter of a packed step, whichever
+    attention ran.
     """
     trim_threshold, mmap_max = -1, -4
     libc = ctypes.CDLL(None)
@@ -309,7 +312,7 @@ def setting(
 
 
 def _cpu() -> str:
-    """The processor's name, with the vector instructions that PyTorch uses on it."""
+    """Return the processor's name, with the vector instructions that PyTorch uses on it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

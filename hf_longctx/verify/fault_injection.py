@@ -1,7 +1,7 @@
-"""A training run that loses an attention server -> how far it is from an undisturbed one.
+"""Train while an attention server is lost, and measure how far that is from an undisturbed run.
 
-Layer: verify. A launcher starts the trainers, as a user would; they train twice, and the second
-time their first server is killed, or stopped, in the middle of a step. Letters: R ranks.
+A launcher starts the trainers, as a user would. They train twice; the second time their first
+server is killed or stopped in the middle of a step. Layer: verify. Letters: R ranks.
 """
 
 import json
@@ -38,26 +38,26 @@ from .twins import build, load_config
 logger = logging.getLogger(__name__)
 
 STEPS = 4
-STRUCK = 1  # the second step: the first one tells how many requests a step has
-BOUND = 1e-5  # of the loss, in float32, where plans and so the split of rows change
-STALL_SECONDS = 5.0  # that a stopped server is waited for
+STRUCK = 1  # the second step: the first one shows how many requests a step has
+BOUND = 1e-5  # of the loss, in float32: without the server, rows are split elsewhere
+STALL_SECONDS = 5.0  # how long trainers wait for a stopped server
 RUN_SECONDS = 900.0
 ORPHAN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What to train, and how to disturb it.
+    """A run to train, and how to disturb it.
 
     Args:
         model (`str`): Checkpoint folder or config JSON.
         name (`str`): Attention name.
-        ranks (`int`): Trainers.
-        servers (`int`): Servers that they start.
+        ranks (`int`): Number of trainers.
+        servers (`int`): Number of servers that they start.
         kill (`str`): `forward` or `backward`: SIGKILL there; `stall`: SIGSTOP in a forward.
-        lengths (`Sequence[int]`, *optional*): Documents; those of `verify` by default.
-        checkpointing (`bool`, *optional*): With activation checkpointing.
-        flags (`dict[str, Any]`, *optional*): Of the run, as `longctx_layout`.
+        lengths (`Sequence[int]`, *optional*): Document lengths; those of `verify` by default.
+        checkpointing (`bool`, *optional*): Train with activation checkpointing.
+        flags (`dict[str, Any]`, *optional*): Flags of the run, as `longctx_layout`.
     """
 
     model: str
@@ -70,7 +70,7 @@ class Trial:
     flags: dict[str, Any] = field(default_factory=dict)
 
     def documents(self, vocabulary: int) -> list[dict[str, list[int]]]:
-        """Rows of a data set of a few batches, of random ids below `vocabulary`."""
+        """Draw the rows of a data set of a few batches, with ids below `vocabulary`."""
         if self.lengths is None:
             lengths = [n for batch in case_lengths(self.ranks) for n in batch]
         else:
@@ -83,9 +83,8 @@ def verify_fault(trial: Trial) -> dict[str, Any]:
     """Train undisturbed and disturbed, in one launch.
 
     Returns:
-        The report: `loss_difference` (largest of any step, relative), `weights_difference` (largest
-        entry, relative to the largest weight), `replayed_steps` (windows run again), `orphans` (our
-        processes alive 5 s after the launcher's end), and `failed`, the bounds that do not hold.
+        The report, with the keys of `KILL_FIGURES` in `cli/verify.py`. `orphans` counts processes
+        of this run that are alive 5 s after the launcher's end.
 
     Raises:
         ValueError: where the combination is refused.
@@ -140,7 +139,7 @@ def _failed(found: dict[str, Any]) -> list[str]:
 
 
 def _launch(folder: str, *, ranks: int) -> "subprocess.CompletedProcess[str]":
-    """Run `main` in R trainers; its folder stands in all their command lines, and the servers'."""
+    """Run `main` in R trainers, with the folder in their command lines and the servers'."""
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -181,20 +180,20 @@ def _command_lines() -> Iterator[tuple[int, str]]:
 
 
 class _Strike(TrainerCallback):
-    """Stands for the first server's `RequestSender`, and strikes it in the middle of a step.
+    """Replace the first server's `RequestSender`, and kill or stop that server in a step.
 
     Args:
-        trainer (`LongCtxTrainer`): The group's first one, which started that server.
+        trainer (`LongCtxTrainer`): The group's first trainer, which started that server.
         kill (`str`): See `Trial`.
     """
 
     def __init__(self, trainer: LongCtxTrainer, kill: str) -> None:
         self.trainer, self.backward = trainer, kill == "backward"
         self.signal = signal.SIGSTOP if kill == "stall" else signal.SIGKILL
-        self.requests: Counter[int] = Counter()  # of the direction, in each step
+        self.requests: Counter[int] = Counter()  # by step, of the direction to disturb
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The servers have started."""
+        """Take the place of the first server's sender, once the servers have started."""
         self.sender: RequestSender
         runtime = self.trainer.longctx_runtime
         self.sender, *others = runtime.senders
@@ -202,7 +201,7 @@ class _Strike(TrainerCallback):
         runtime.senders = (self, *others)  # type: ignore[arg-type]
 
     def send(self, request: Request, program: Program) -> None:
-        """Tell the server, and strike while it waits for what it was told of."""
+        """Pass the request on, and strike while the server waits for the rows of the request."""
         self.sender.send(request, program)
         step = self.trainer.state.global_step
         self.requests[step] += request.backward == self.backward
@@ -212,7 +211,7 @@ class _Strike(TrainerCallback):
 
 
 def _train(trial: Trial, folder: Path, *, disturbed: bool) -> tuple[dict[str, Any], list[Any]]:
-    """One run; its figures and weights."""
+    """Train once; returns the figures and the weights."""
     arguments = LongCtxTrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -245,7 +244,7 @@ def _train(trial: Trial, folder: Path, *, disturbed: bool) -> tuple[dict[str, An
 
 
 def main(folder: str) -> None:
-    """One trainer: both runs; the first rank writes what came of them."""
+    """Run both runs as one trainer; the first rank writes their figures."""
     registry.register()
     torch.set_num_threads(1)
     place = Path(folder)

@@ -1,10 +1,10 @@
-"""flash-linear-attention on a machine without a GPU -> its models, and what they should compute.
+"""Run models of flash-linear-attention without a GPU, on the library's own naive functions.
 
-Layer: verify. The library replaces layers of Transformers where it finds a way to: importing it
-makes `mamba`, `mamba2` and `bitnet` its own, and modeling files that are imported while it is
-installed take its kernels, which no CPU runs. So it is imported for its own models alone, and
-hidden while others are built. The reference of its models are its own naive functions.
-Letters: B batch, S tokens of a row, H heads, N rows of the state, V its columns.
+The library replaces layers of Transformers: importing it makes `mamba`, `mamba2` and `bitnet` its
+own, and modeling files that are imported while it is installed take its kernels, which no CPU runs.
+So it is imported for its own models only, and hidden while others are built. Its naive functions
+are the reference of its models. Layer: verify. Letters: B batch, S tokens of a row, H heads, N rows
+of the state, V its columns.
 """
 
 import importlib
@@ -23,14 +23,13 @@ from ..support import FLA_FAMILIES
 
 
 def load_fla() -> None:
-    """Make the models of flash-linear-attention known to Transformers, and no name of Transformers'
-    own models theirs.
+    """Register the models of flash-linear-attention, without those that Transformers has itself.
 
     Raises:
         ValueError: where the package is not installed.
     """
     if sys.modules.get("fla", ...) is None:
-        del sys.modules["fla"]  # it was hidden
+        del sys.modules["fla"]  # `library_for` hid it
     try:
         importlib.import_module("fla.models")
     except ImportError as error:
@@ -46,12 +45,12 @@ def load_fla() -> None:
 
 @contextmanager
 def library_for(config: Any) -> Iterator[None]:
-    """While a model is built: flash-linear-attention for its own families; hidden from modeling
-    files of others where no GPU is visible."""
+    """Hide flash-linear-attention while a model of another family is built without a GPU."""
     if config.model_type in FLA_FAMILIES or torch.cuda.is_available():
         yield
         return
     before = sys.modules.get("fla", ...)
+    # None makes `import fla` fail, which modeling files take for "not installed".
     sys.modules["fla"] = None  # type: ignore[assignment]
     try:
         yield
@@ -63,8 +62,10 @@ def library_for(config: Any) -> Iterator[None]:
 
 @contextmanager
 def naive_kernels(model: nn.Module) -> Iterator[None]:
-    """Have layers of flash-linear-attention in a model run the library's naive functions, each row
-    of a call as one document; other models do not change."""
+    """Run a model's layers of flash-linear-attention on the library's naive functions.
+
+    Each row of a call is one document. Other models do not change.
+    """
     layers = [m for m in model.modules() if type(m).__module__.startswith("fla.layers.")]
     with ExitStack() as stack:
         for layer in layers:

@@ -1,7 +1,7 @@
-"""Rank processes on this machine: started once, then sent one job after another.
+"""Start rank processes on this machine once, and send them one job after another.
 
-Layer: verify. `hf-longctx verify`, benchmarks and tests use them; training does not (there the
-launcher starts the ranks). Jobs are functions of an importable module, sent over local pipes.
+`hf-longctx verify`, benchmarks and tests use them; in training the launcher starts the ranks. Jobs
+are functions of an importable module, sent over local pipes. Layer: verify.
 """
 
 import multiprocessing
@@ -24,12 +24,12 @@ from ..comm.channels import Channel, over_groups
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Who a job runs as.
+    """The rank that a job runs as.
 
     Args:
         rank (`int`): This rank.
         ranks (`int`): Ranks of the job.
-        channel (`Channel`): The job's channel; made anew for each job.
+        channel (`Channel`): The job's channel, a new one for each job.
         group (`dist.ProcessGroup`): The gloo group beneath it.
     """
 
@@ -40,11 +40,11 @@ class RankContext:
 
 
 class RankError(RuntimeError):
-    """A rank failed or died; carries the first error that any rank met."""
+    """A rank failed or died; the message is the first error of any rank."""
 
 
 class RankPool:
-    """Gloo processes with one thread each.
+    """Gloo processes with one thread each, started by the first job.
 
     Args:
         ranks (`int`): Processes to start; a job may use fewer.
@@ -66,12 +66,13 @@ class RankPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process numbers of the ranks; empty before the first job."""
+        """Return the process ids of the ranks; none before the first job."""
         return tuple(p.pid for p in self._processes if p.pid is not None)
 
     def _start(self) -> None:
-        # Torch and Transformers take each process seconds to import: the ranks are forked from one
-        # process that has imported them and done nothing else.
+        # Torch and Transformers take seconds to import: the ranks are forked from one process that
+        # has imported them and done nothing else. Forking this process, which may hold threads,
+        # could deadlock.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["hf_longctx"])
         self._folder = tempfile.TemporaryDirectory(prefix="hf_longctx_ranks_")
@@ -89,16 +90,16 @@ class RankPool:
     def run(
         self, job: Callable[..., Any], *, ranks: int | None = None, channels: int = 1, **given: Any
     ) -> list[Any]:
-        """Run `job(context, **given)` on the first `ranks` ranks; their results, by rank.
+        """Run `job(context, **given)` on the first `ranks` ranks; returns their results by rank.
 
         Args:
             job (`Callable`): A function of an importable module.
-            ranks (`int`, *optional*): All by default.
-            channels (`int`, *optional*, defaults to 1): The job's channel and its further ones.
+            ranks (`int`, *optional*): All ranks by default.
+            channels (`int`, *optional*, defaults to 1): Channels of the job, the first included.
 
         Raises:
-            RankError: with the first error of any rank; the processes are ended, and started afresh
-                by the next job.
+            RankError: with the first error of any rank. The processes are ended then, and the next
+                job starts new ones.
         """
         if not self._processes:
             self._start()
@@ -146,8 +147,8 @@ class RankPool:
 
 
 def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) -> None:
-    """A rank process: join the group, then do jobs until the pipe closes."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    """Run a rank process: join the group, then do jobs until the pipe closes."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look this host's name up
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -155,10 +156,10 @@ def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: Connection) 
             init_method=f"file://{store}",
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=2 * timeout),
+            timeout=timedelta(seconds=2 * timeout),  # the channel's time-out must end first
         )
         groups = {n: [dist.new_group(list(range(n)))] for n in range(1, ranks + 1)}
-    except Exception:  # another rank never came: the parent says so, not a trace of this process
+    except Exception:  # another rank never joined: the parent reports it, not this process
         with suppress(OSError):
             pipe.send((True, traceback.format_exc()))
         return

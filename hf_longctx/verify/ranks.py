@@ -1,4 +1,4 @@
-"""The ranks' side of a verification: run the model on this rank's share, keep what is compared.
+"""Run one rank of a verification: the model on this rank's rows, and the values to compare.
 
 Layer: verify. Letters: T rows of this rank.
 """
@@ -30,12 +30,12 @@ from ..training.measurements import BY_LINK, find_link
 from .rank_pool import RankContext
 from .twins import DTYPES, backward, build, precision
 
-COLUMNS = 4096  # logits of a row that are kept; all 150,000 of a large vocabulary fill the memory
+COLUMNS = 4096  # logits kept per row; all 150,000 of a large vocabulary would fill the memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What to run.
+    """What every rank runs.
 
     Args:
         model (`str`): Checkpoint folder or config JSON.
@@ -63,7 +63,7 @@ class Case:
         return self.options.overlap == "pingpong"
 
     def cut(self, batch: int, *, ranks: int) -> tuple[Layout, Halves | None]:
-        """How a batch is cut over the ranks, and its halves, where it has any."""
+        """Cut a batch over the ranks; also returns its halves, where it has any."""
         lengths, name = self.lengths[batch], self.options.layout
         halves = halve(lengths, ranks=ranks, layout=name) if self.halves else None
         if halves:
@@ -71,16 +71,16 @@ class Case:
         return cut(lengths, ranks=ranks, layout=name, levels=self.options.topology), None
 
     def documents(self, batch: int) -> list[np.ndarray]:
-        """The ids of a batch's documents; the same everywhere."""
+        """Draw the ids of a batch's documents; the same in every process."""
         noise = np.random.default_rng([7, batch])
         return [noise.integers(0, self.vocab_size, n) for n in self.lengths[batch]]
 
     @property
     def columns(self) -> Tensor:
-        """The logits that are compared, int64: at most `COLUMNS` of a large vocabulary.
+        """Return the logit columns to compare, int64: at most `COLUMNS` of a large vocabulary.
 
-        More columns than hidden units still see every unit; the loss and the gradients, which are
-        compared in full, see the others.
+        With more columns than hidden units every unit still counts; loss and gradients, which are
+        compared in full, cover the other columns.
         """
         count = min(self.vocab_size, COLUMNS)
         drawn = np.random.default_rng(7).choice(self.vocab_size, count, replace=False)
@@ -88,24 +88,24 @@ class Case:
 
     @property
     def targets(self) -> int:
-        """Targets of all batches: every token but each document's last."""
+        """Count the targets of all batches: every token but the first of each document."""
         return sum(n - 1 for lengths in self.lengths for n in lengths)
 
 
 @dataclass
 class RankResult:
-    """What one rank found; sums over ranks are formed by the caller.
+    """The values of one rank; the caller forms sums over ranks.
 
     Args:
-        logits (`list[Tensor]`): `[T, columns]` of each batch.
-        loss (`float`): This rank's share of the loss.
+        logits (`list[Tensor]`): Logits of each batch, `[T, columns]`.
+        loss (`float`): This rank's part of the loss.
         grads (`dict[str, Tensor]`): Parameter gradients summed over ranks (rank 0 only).
         leak (`float`): Largest gradient of other documents' logits in a document's embeddings.
         attention_calls, bytes_planned, bytes_sent, recompute_bytes, switches (`int`): Counts of the
-            main run; rank 0 counts what servers send.
-        head_groups (`int`): Groups that an exchange is cut into, at most.
-        tasks_on_servers (`int`): Tasks of the main run that servers did (rank 0 only).
-        scans (`dict[str, dict[str, Any]]`): What the longest scan took, by state.
+            main run; rank 0 adds those of servers.
+        head_groups (`int`): Largest number of head groups of an exchange.
+        tasks_on_servers (`int`): Tasks of the main run that ran on servers (rank 0 only).
+        scans (`dict[str, dict[str, Any]]`): Figures of the longest scan, by state.
     """
 
     logits: list[Tensor] = field(default_factory=list)
@@ -123,7 +123,7 @@ class RankResult:
 
 
 def run_rank(context: RankContext, *, case: Case) -> RankResult:
-    """Forward all batches, then backward all of them; then look for leaks."""
+    """Run forward on all batches, then backward on all of them; then measure the leak."""
     registry.register()
     dtype = DTYPES[case.dtype]
     model = build(case.model, name=case.name, dtype=dtype)
@@ -140,7 +140,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         link = find_link(context.channel, ranks=context.ranks)
         case = replace(case, options=replace(case.options, link=link))
     result, runtime = RankResult(), Runtime(channel=context.channel)
-    probed = runtime.sent_bytes
+    probed = runtime.sent_bytes  # of measuring the link, which no plan has
     with precision(dtype), _servers(case, context, runtime) as servers:
         losses = []
         batches = [_inputs(case, context, servers, i) for i in range(len(case.lengths))]
@@ -148,7 +148,8 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
             output = model(**inputs, num_items_in_batch=torch.tensor(case.targets))
             losses.append(output.loss)
             result.logits.append(output.logits[0].detach()[:, case.columns])
-        total = torch.stack(losses).sum()  # two batches in flight: plans must not be mixed up
+        # All batches are in flight before the first backward: mixed-up plans would show.
+        total = torch.stack(losses).sum()
         backward(total)
         result.loss = float(total.detach())
         result.attention_calls = runtime.account.calls
@@ -171,6 +172,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
         result.scans = {str(scan.sizes): scan.figures() for scan in scans}
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            # Ranks' parts add up in float32 or wider: bf16 sums would hide errors of our own.
             grad = grad.to(torch.promote_types(dtype, torch.float32), copy=True)
             dist.all_reduce(grad, group=context.group)
             if context.rank == 0:
@@ -183,7 +185,7 @@ def run_rank(context: RankContext, *, case: Case) -> RankResult:
 
 @contextmanager
 def _servers(case: Case, context: RankContext, runtime: Runtime) -> Iterator[ServerPool]:
-    """The case's servers, started by the ranks as trainers start theirs."""
+    """Start the case's servers from the ranks, as trainers start theirs."""
     with (
         TemporaryDirectory(prefix="hf_longctx_servers_") as folder,
         ServerPool(
@@ -197,7 +199,7 @@ def _servers(case: Case, context: RankContext, runtime: Runtime) -> Iterator[Ser
 def _count_servers(
     result: RankResult, servers: ServerPool, batches: list[LongCtxBatch], model: Any, dtype: Any
 ) -> None:
-    """Add what servers were to do, and what they say they sent."""
+    """Add the bytes and tasks planned for servers, and the bytes that they report as sent."""
     result.bytes_sent += sum(int(report["sent"]) for report in servers.report())
     for batch in batches:
         ranks = batch.layout.ranks
@@ -209,6 +211,7 @@ def _count_servers(
 
 
 def _inputs(case: Case, context: RankContext, servers: ServerPool, index: int) -> dict[str, Any]:
+    """Make the model's arguments for this rank's rows of a batch, as the collator does."""
     documents = case.documents(index)
     layout, halves = case.cut(index, ranks=context.ranks)
     rows = layout.flat_rows(context.rank)
@@ -228,7 +231,7 @@ def _inputs(case: Case, context: RankContext, servers: ServerPool, index: int) -
 
 
 def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype, *, process: int) -> int:
-    """Bytes that a rank's or server's programs send for one batch, over all layers."""
+    """Count the bytes that a rank's or server's programs send for one batch, over all layers."""
     plans = {plan.kind: plan for plan in batch.binding.plans.values()}
     return sum(
         sent_in_layer(plans[spec.kind].program(process), spec.widths(dtype))
@@ -237,7 +240,7 @@ def _planned(batch: LongCtxBatch, model: Any, dtype: torch.dtype, *, process: in
 
 
 def _leak(model: Any, case: Case, context: RankContext, servers: ServerPool) -> float:
-    """Largest |d(other documents' logits) / d(a document's embeddings)| over some documents."""
+    """Compute the largest |d(other documents' logits) / d(a document's embeddings)|."""
     leaks = [0.0]
     index = len(case.lengths) - 1
     for document in _suspects(case.lengths[index]):
@@ -262,6 +265,6 @@ def _leak(model: Any, case: Case, context: RankContext, servers: ServerPool) -> 
 
 
 def _suspects(lengths: Sequence[int]) -> list[int]:
-    """The longest document, the shortest and the last."""
+    """Pick the longest document, the shortest and the last: the likeliest to leak."""
     order = sorted(range(len(lengths)), key=lambda d: lengths[d])
     return sorted({order[0], order[-1], len(lengths) - 1})

@@ -1,8 +1,9 @@
-"""Models to compare: the same weights under our name, with naive float64 attention, and as stock.
+"""Build the models to compare: under our name, with naive float64 attention, and as stock.
 
-Layer: verify. Stock models cannot serve as a float64 reference: norms, routers and softmax ask for
-float32. Both sides therefore run under `KeepFloat64`, and attention is the naive reference.
-Recurrent layers of the reference run the library's own code, which shares nothing with ours.
+All have the same weights. Stock models cannot serve as a float64 reference: norms, routers and
+softmax ask for float32. Both sides therefore run under `KeepFloat64`, and attention is the naive
+reference. Recurrent layers of the reference run the library's own code, which shares nothing with
+ours. Layer: verify. Letters: H heads, S tokens, D head size.
 """
 
 import json
@@ -46,7 +47,7 @@ def reference_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Naive attention of one document, `[1, H, S, D]` -> `[1, S, H, D]`."""
+    """Compute naive attention of one document: `[1, H, S, D]` to `[1, S, H, D]`."""
     rows = [t[0].transpose(0, 1) for t in (query, key, value)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = mask.size if isinstance(mask, SlidingWindow) else 0
@@ -65,7 +66,7 @@ def reference_attention(
 
 
 def register_reference() -> None:
-    """Make the naive attention known to Transformers (in this process)."""
+    """Register the naive attention with Transformers, in this process."""
     AttentionInterface.register(REFERENCE, reference_attention)
     AttentionMaskInterface.register(REFERENCE, attention_mask)
 
@@ -102,16 +103,16 @@ class KeepFloat64(TorchFunctionMode):
 
 
 def precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The mode under which a model of `dtype` runs."""
+    """Return the mode under which a model of `dtype` runs."""
     return KeepFloat64() if dtype == torch.float64 else nullcontext()
 
 
 def backward(loss: Tensor) -> None:
     """Backpropagate with the precision mode still on.
 
-    `Tensor.backward` and `torch.autograd.backward` hand over to the mode, which is off inside its
-    own handler, so layers that recompute there would go back to float32; the engine does not ask
-    it.
+    `Tensor.backward` and `torch.autograd.backward` call the mode's handler, inside which the mode
+    is off, so layers that recompute there would fall back to float32. The engine is called
+    directly, without the handler.
     """
     _backward((loss,), (torch.ones_like(loss),))
 
@@ -121,10 +122,10 @@ def _backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 def load_config(path: str) -> Any:
-    """The config of a checkpoint folder or of a config JSON.
+    """Load the config of a checkpoint folder or of a config JSON.
 
     Raises:
-        ValueError: where there is neither, or no JSON object that can be a config.
+        ValueError: where there is neither, or where the JSON is no config.
     """
     place = Path(path)
     if not (place.is_file() or (place / "config.json").is_file()):
@@ -144,19 +145,19 @@ def load_config(path: str) -> Any:
         )
     parts = [part for part in (given, given.get("text_config")) if isinstance(part, dict)]
     for layers in (part.get(name) for part in parts for name in _LAYERS):
-        validate_layers(layers)  # before a config class that lists every layer
+        validate_layers(layers)  # config classes list every layer: a huge number would hang them
     if given.get("model_type") in FLA_FAMILIES:
         load_fla()
     if place.is_file() and "model_type" not in given:
         raise ValueError(f"--model {path}: no model_type in it; write one, as 'llama'")
     try:
         return AutoConfig.from_pretrained(path) if place.is_dir() else AutoConfig.for_model(**given)
-    except Exception as error:  # whatever a config class says of wrong fields
+    except Exception as error:  # config classes raise anything for wrong fields
         raise ValueError(f"--model {path}: no config can be read from it ({error})") from error
 
 
 def dropout_fields(config: Any) -> list[str]:
-    """The fields of a config that drop something at random in training."""
+    """Return the names of a config's dropout fields that are above 0."""
     text = config.get_text_config(decoder=True)
     found = {
         name: value
@@ -167,26 +168,26 @@ def dropout_fields(config: Any) -> list[str]:
 
 
 def auto_class(config: Any) -> Any:
-    """`AutoModelForCausalLM`, or `AutoModelForMaskedLM` for a family that has no causal model."""
+    """Return the auto class of causal models, or of masked ones for a family without them."""
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if causal else AutoModelForMaskedLM
 
 
 def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
-    """A model under an attention name: a folder's weights, or a config's redrawn at unit gain.
+    """Build a model under an attention name, with a folder's weights or weights at unit gain.
 
     Dropout is off: its masks differ between any two runs.
 
     Args:
         path (`str`): Checkpoint folder or config JSON.
         name (`str`): Attention implementation.
-        dtype (`torch.dtype`): Of all parameters.
+        dtype (`torch.dtype`): Dtype of all parameters.
     """
     options = {"attn_implementation": name, "experts_implementation": "eager"}
     config = load_config(path)
     for field in dropout_fields(config):
         setattr(config.get_text_config(decoder=True), field, 0.0)
-    if config.model_type in FLA_FAMILIES:  # fused losses never form the logits that are compared
+    if config.model_type in FLA_FAMILIES:  # fused losses never form the logits to compare
         config.fuse_cross_entropy = config.fuse_linear_cross_entropy = False
     with library_for(config):
         if Path(path).is_dir():
@@ -201,23 +202,26 @@ def build(path: str, *, name: str, dtype: torch.dtype) -> Any:
 
 
 def convert(model: Any, dtype: torch.dtype) -> Any:
-    """A model in another dtype, with tables of that precision."""
+    """Convert a model to another dtype, and its precomputed tables with it."""
     model = model.to(dtype)
     for layer in model.modules():
-        if hasattr(layer, "decay_factors"):  # MiniMax's powers of a decay, rounded to float32
+        if hasattr(layer, "decay_factors"):  # MiniMax rounds powers of its decay to float32
             tables = layer.decay_factors(layer.slope_rate)
             layer.query_decay, layer.key_decay, layer.diagonal_decay = tables
     return model
 
 
 def draw_at_unit_gain(model: nn.Module, seed: int = 0) -> None:
-    """Redraw weights so that signals keep their size: the usual std of 0.02 makes attention nearly
-    uniform and hides leaks and wrong masks."""
+    """Redraw weights so that signals keep their size.
+
+    The usual standard deviation of 0.02 makes attention nearly uniform, which hides leaks and wrong
+    masks.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
-            if name.endswith("A_log"):  # decays of the usual size forget within a few tokens
+            if name.endswith("A_log"):  # the usual decays forget a document within a few tokens
                 parameter.copy_(math.log(0.05) + 0.1 * noise)
             elif parameter.dim() < 2:
                 centre = 1.0 if name.endswith("weight") else 0.0

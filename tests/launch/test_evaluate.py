@@ -23,7 +23,8 @@ from train_cases import arguments, launch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_longctx import LongCtxTrainer, LongCtxTrainerMixin
-from hf_longctx.training.evaluation import TokenWeightedLoss, process, validate_loss
+from hf_longctx.training.checks import validate_loss
+from hf_longctx.training.evaluation import TokenWeightedLoss, preprocess
 
 # PEFT's own, as it wraps a model
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
@@ -155,7 +156,7 @@ def test_documents_longer_than_a_batch_are_predicted_in_their_place(worlds, name
 
 def preprocessed(function: Callable[..., Any]) -> torch.Tensor:
     torch.manual_seed(0)
-    return process(function, torch.randn(1, 9, 5), torch.arange(9)[None] % 5)
+    return preprocess(function, torch.randn(1, 9, 5), torch.arange(9)[None] % 5)
 
 
 def test_preprocessing_that_treats_each_token_by_itself():

@@ -227,7 +227,7 @@ def planners_are_accepted(
 
 
 @any_plan
-@examples(60)
+@examples(150)
 def test_plans_of_random_document_sets_are_accepted(**drawn: Any) -> None:
     planners_are_accepted(**drawn)
 

@@ -108,9 +108,9 @@ def test_b20_targets_under_another_name_are_refused():
 def test_targets_are_counted_and_said(caplog):
     rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [1], "labels": [1]}]
     with caplog.at_level("INFO", logger="hf_longctx"):
-        scan(rows).say_targets()
-        scan(documents([4, 2])).say_targets()
-        scan([{"input_ids": [5, 6], "completion_mask": [1, 0]}]).say_targets()
+        scan(rows).log_targets()
+        scan(documents([4, 2])).log_targets()
+        scan([{"input_ids": [5, 6], "completion_mask": [1, 0]}]).log_targets()
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         ("INFO", "train_dataset: 1 of 4 tokens are targets"),
         ("INFO", "train_dataset: 4 of 6 tokens are targets"),

@@ -131,7 +131,7 @@ def test_softcap_sinks_and_value_heads_of_another_size() -> None:
 def test_bf16_is_as_exact_as_whole_exchanges() -> None:
     samples = [
         Rows.random(sum(LENGTHS), heads=6, kv_heads=3, head_dim=5, dtype=torch.bfloat16, seed=seed)
-        for seed in range(4)
+        for seed in range(3)
     ]
     right = [reference(rows.to(torch.float64), LENGTHS) for rows in samples]
     split, whole = (

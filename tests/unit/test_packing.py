@@ -11,9 +11,10 @@ import pytest
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import fill
 
 from hf_longctx.data.documents import IGNORE, piece_targets, shift
-from hf_longctx.data.packing import OverflowReport, Piece, fill, fit, pack
+from hf_longctx.data.packing import OverflowReport, Piece, fit, pack
 from hf_longctx.data.validate import validate_documents
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)

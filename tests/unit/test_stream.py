@@ -14,14 +14,13 @@ from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import VOCABULARY, documents, tiny
+from tiny import VOCABULARY, documents, fill, tiny
 from torch.utils.data import IterableDataset
 from train_cases import UNEVEN, Case, arguments
 
 from hf_longctx import LongCtxTrainer
 from hf_longctx.data.batch import KEY
 from hf_longctx.data.collator import LongCtxCollator
-from hf_longctx.data.packing import fill
 from hf_longctx.data.sampler import FILLER, GroupBatchSampler
 from hf_longctx.data.stream import PackStream
 from hf_longctx.planning.planners.options import PlanOptions

@@ -254,8 +254,8 @@ class _Backward(_Forward):
             target, placement = array, received.placement
             if level == outermost:  # the rows that this rank sent were its own
                 target, placement = self.own_returned, builder.home
-            for p, of_part in summands.items():
-                done += builder.sum_into(target, placement, parts[p], of_part)
+            for p, summand in summands.items():
+                done += builder.sum_into(target, placement, parts[p], summand)
         yield done
 
 
