@@ -26,7 +26,7 @@ from ..planning.layouts.cost import CostTable
 from ..planning.layouts.levels import Levels, Machine, NeighbourLink
 from ..planning.planners.options import Auto, PlanOptions
 from ..planning.predict.predict import BACKWARD
-from ..planning.predict.scan_schedule import Sizes
+from ..planning.predict.scan_schedule import StateSizes
 from ..planning.program.counts import Widths
 from ..support import NESTED
 from ..version import VERSION
@@ -138,15 +138,30 @@ def shared_costs(arguments: Any, *, model: Any, device: torch.device) -> CostTab
             flags = " ".join(f"--{flag} {value}" for flag, value in key.items())
             error = f"{found}; run hf-longctx profile {flags}"
     # The error travels, too: raised by the first trainer alone, it would leave the others waiting.
-    given = [table, error]
+    given = {"table": table, "error": error}
     if arguments.world_size > 1:
-        dist.broadcast_object_list(given, src=0, device=device)
-    if given[0] is None:
+        given = _from_first(given, device=device)
+    if given["table"] is None:
         raise ValueError(
-            f"longctx_cost='measured': {given[1]} on the first trainer's machine, or leave "
+            f"longctx_cost='measured': {given['error']} on the first trainer's machine, or leave "
             "longctx_cost at 'entries'"
         )
-    return CostTable.from_json(given[0])
+    return CostTable.from_json(given["table"])
+
+
+def _from_first(given: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
+    """Send what the first trainer gives to all trainers, as JSON: first its length, then its bytes.
+
+    Objects are not pickled: what arrives must not be able to run code.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(given).encode()), dtype=torch.uint8).to(device)
+    count = torch.tensor([len(text)], device=device)
+    dist.broadcast(count, src=0)
+    if dist.get_rank():
+        text = torch.empty(int(count), dtype=torch.uint8, device=device)
+    dist.broadcast(text, src=0)
+    found: dict[str, Any] = json.loads(bytes(text.cpu().numpy()))
+    return found
 
 
 def find_auto(topology: Topology, channel: Channel | None, *, model: Any, arguments: Any) -> Auto:
@@ -229,8 +244,8 @@ def log_choices(batch: LongCtxBatch, *, before: tuple[str, ...]) -> tuple[str, .
 
 
 def log_scans(
-    batch: LongCtxBatch, *, before: frozenset[tuple[Sizes, int]]
-) -> frozenset[tuple[Sizes, int]]:
+    batch: LongCtxBatch, *, before: frozenset[tuple[StateSizes, int]]
+) -> frozenset[tuple[StateSizes, int]]:
     """Log how the state scans of a batch run: once per state size and number of ranks in a chain.
 
     Returns:

@@ -20,7 +20,7 @@ from ..data.batch import KEY, LongCtxBatch
 from ..planning.layouts.cost import LayerKind
 from ..planning.layouts.levels import NeighbourLink
 from ..planning.planners.options import Auto, PlanOptions
-from ..planning.predict.scan_schedule import Sizes
+from ..planning.predict.scan_schedule import StateSizes
 from ..planning.program.counts import Widths, by_level, peak_bytes
 from ..runtime.agreement import validate_agreement
 from ..runtime.pingpong import log_unsplit
@@ -39,7 +39,7 @@ class StepsMixin(_Base):
     longctx_topology: Topology | None
     longctx_link: NeighbourLink | None = None  # between neighbours, once it was measured
     _logged_choices: tuple[str, ...] = ()  # algorithms that `auto` chose
-    _logged_scans: frozenset[tuple[Sizes, int]] = frozenset()
+    _logged_scans: frozenset[tuple[StateSizes, int]] = frozenset()
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
     _exchanged_before: Tensor  # `_exchanged` at the last log
