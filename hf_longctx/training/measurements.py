@@ -5,6 +5,7 @@ trainer's, links are probed together, and the slowest rank counts. What was chos
 is logged here, too. Layer: training.
 """
 
+import json
 import logging
 import os
 import platform
