@@ -25,8 +25,7 @@ from benchmarks.timed import Case, Measured, Way, time_ways
 from hf_longctx.comm.topology import LinkRate, Topology
 from hf_longctx.planning.layouts.levels import Levels, Machine
 from hf_longctx.planning.planners.charm import PIECES
-from hf_longctx.planning.predict.predict import BACKWARD, Seconds, choose
-from hf_longctx.planning.predict.timeline import entries
+from hf_longctx.planning.predict.predict import BACKWARD, Seconds, choose, entries
 from hf_longctx.planning.program.counts import sent_by_level
 
 logger = logging.getLogger(__name__)

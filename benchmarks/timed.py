@@ -24,8 +24,7 @@ from hf_longctx.planning.layouts.layout import Layout, cut
 from hf_longctx.planning.layouts.levels import Levels
 from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
-from hf_longctx.planning.predict.predict import BACKWARD
-from hf_longctx.planning.predict.timeline import entries
+from hf_longctx.planning.predict.predict import BACKWARD, entries
 from hf_longctx.planning.program.counts import Widths, sent
 from hf_longctx.planning.program.program import HomeArray, Program
 from hf_longctx.runtime.executor import Execution, drive

@@ -17,8 +17,7 @@ from torch import Tensor
 from train_cases import Case, arguments
 
 from hf_longctx.data.documents import piece_targets
-from hf_longctx.data.packing import Piece
-from hf_longctx.data.sampler import GroupBatchSampler
+from hf_longctx.data.packing import GroupBatchSampler, Piece
 
 
 def windows(case: Case, *, world: int) -> Iterator[list[Piece]]:

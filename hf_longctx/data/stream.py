@@ -18,8 +18,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from .documents import split_row
-from .packing import Balance, Overflow, OverflowReport, Pack, Piece, fit
-from .sampler import FILLER
+from .packing import FILLER, Balance, Overflow, OverflowReport, Pack, Piece, fit
 from .validate import hash_row, read_columns, validate_columns, validate_rows
 
 Document = dict[str, np.ndarray]

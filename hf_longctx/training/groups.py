@@ -1,4 +1,4 @@
-"""Place this process in a group of trainers, and make the group's channels and server pool.
+"""Place this process in a group of trainers, make its channels, and compare what ranks must share.
 
 Trainers form groups of equal size. The ranks of a group share each batch; groups are data-parallel
 to each other. Time-outs nest, so that the error of a lost process comes from the exchange that can
@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.channels import EXCHANGE_SECONDS, GlooChannel
+from ..comm.channels import EXCHANGE_SECONDS, Channel, GlooChannel
+from ..comm.topology import gather
+from ..planning.planners.options import fingerprint
 from ..runtime.executor import Runtime
 from ..servers.server_pool import MAX_SERVERS, ServerPool
 from ..servers.spawn import end_with_parent
@@ -205,3 +208,46 @@ def make_server_pool(runtime: Runtime, group: Group, arguments: Any, *, name: st
         timeout=arguments.longctx_server_timeout,
         toward=os.environ.get("MASTER_ADDR", "127.0.0.1"),
     )
+
+
+def validate_agreement(
+    fingerprints: Mapping[str, int], *, made: int = 0, channel: Channel, ranks: int, what: str
+) -> None:
+    """Refuse to go on where the ranks of a group hold different values.
+
+    All ranks of the group call this at once.
+
+    Args:
+        fingerprints (`Mapping[str, int]`): A stable hash of each value, a non-negative int64, by
+            what sets it; the same names on all ranks.
+        made (`int`, *optional*): A hash of what the ranks made of these values, which may differ
+            between versions of a library.
+        channel (`Channel`): Between the ranks.
+        ranks (`int`): How many they are.
+        what (`str`): What is compared, for errors.
+
+    Raises:
+        ValueError: on every rank, with what differs and on which ranks.
+        ExchangeError: where a rank does not answer.
+    """
+    mine = torch.tensor([*fingerprints.values()], dtype=torch.int64)
+    number = fingerprint(mine.numpy().tobytes(), made.to_bytes(8, "little"))
+    try:
+        channel.agree(number, what=what)
+    except ValueError as error:
+        # every rank is here: `agree` raises on all of them or on none
+        everyone = gather(channel, mine, ranks=ranks)
+        holders = (everyone[:, None] == everyone[None]).sum(0)
+        usual = everyone.gather(0, holders.argmax(0, keepdim=True))  # in a tie that of a lower rank
+        parts = [
+            f"{name} on rank {' and '.join(map(str, odd.nonzero()[:, 0].tolist()))}"
+            for name, odd in zip(fingerprints, (everyone != usual).T, strict=True)
+            if odd.any()
+        ]
+        if not parts:  # what was made differs alone
+            raise
+        raise ValueError(
+            f"rank {channel.rank}: the ranks of a group disagree on {what}: different from the "
+            f"other ranks {'is' if len(parts) == 1 else 'are'} {'; '.join(parts)}; give every rank "
+            "the same data set, seed, flags and versions"
+        ) from error

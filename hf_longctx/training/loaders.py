@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import LongCtxCollator, PackDataset
 from ..data.documents import Documents
-from ..data.sampler import GroupBatchSampler
+from ..data.packing import GroupBatchSampler
 from ..data.stream import PackStream
 from ..data.validate import validate_documents
 from ..planning.planners.options import PlanOptions

@@ -22,9 +22,9 @@ from ..planning.layouts.levels import NeighbourLink
 from ..planning.planners.options import Auto, PlanOptions
 from ..planning.predict.scan_schedule import StateSizes
 from ..planning.program.counts import Widths, by_level, peak_bytes
-from ..runtime.agreement import validate_agreement
 from ..runtime.pingpong import log_unsplit
 from .checks import GuardedStep, validate_positions
+from .groups import validate_agreement
 from .measurements import BY_LINK, find_link, log_choices, log_scans
 from .report import LEVEL, LOGGED_KEYS, StepReport, summary
 

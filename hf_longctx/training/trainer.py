@@ -19,12 +19,11 @@ from ..comm.channels import GlooChannel
 from ..comm.topology import Topology, find_topology, given_levels, own_place, validate_domains
 from ..config import LongCtxArguments
 from ..data.documents import column_names
-from ..data.sampler import GroupBatchSampler
+from ..data.packing import GroupBatchSampler
 from ..data.stream import PackStream
 from ..planning.layouts.levels import Levels
 from ..planning.planners.options import PlanOptions
 from ..recurrent.prepare import prepare
-from ..runtime.agreement import validate_agreement
 from ..runtime.pingpong import enable_pingpong
 from ..servers.replay import ReplayMixin
 from ..support import (
@@ -47,7 +46,7 @@ from .checks import (
     validate_positions,
 )
 from .evaluation import EvaluationMixin
-from .groups import add_channels, find_group, make_runtime, make_server_pool
+from .groups import add_channels, find_group, make_runtime, make_server_pool, validate_agreement
 from .loaders import Loaders
 from .measurements import find_auto, flag_options, shared_costs
 from .probe import probe, uses_all_parameters

@@ -18,7 +18,7 @@ from benchmarks.real import compare
 from benchmarks.timed import Case, Measured, Way, time_ways
 from hf_longctx.comm.topology import LinkRate
 from hf_longctx.planning.layouts.levels import Levels
-from hf_longctx.planning.predict.timeline import entries
+from hf_longctx.planning.predict.predict import entries
 from hf_longctx.planning.program.checker import check
 from hf_longctx.planning.program.counts import sent
 

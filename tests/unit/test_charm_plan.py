@@ -16,7 +16,7 @@ from hf_longctx.planning.planners.hierarchical_units import queries_are_lighter
 from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import Plan, make_plan
 from hf_longctx.planning.planners.remote_rows import RemoteRowsBuilder
-from hf_longctx.planning.predict.timeline import entries, events
+from hf_longctx.planning.predict.predict import entries, events
 from hf_longctx.planning.program.checker import check
 from hf_longctx.planning.program.counts import Widths, peak_bytes, sent, sent_by_level
 from hf_longctx.planning.program.operations import Attend, Block, Post

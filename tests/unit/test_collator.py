@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 
 from hf_longctx.data.batch import KEY
 from hf_longctx.data.collator import LongCtxCollator, PackDataset
-from hf_longctx.data.packing import Pack, Piece, fit
-from hf_longctx.data.sampler import FILLER, GroupBatchSampler
+from hf_longctx.data.packing import FILLER, GroupBatchSampler, Pack, Piece, fit
 from hf_longctx.planning.layouts.layout import LAYOUTS
 from hf_longctx.planning.planners.options import PlanOptions
 

@@ -21,7 +21,7 @@ from hf_longctx.planning.planners.options import Auto, PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.counts import kept_heads
 from hf_longctx.planning.program.program import pack
-from hf_longctx.runtime.agreement import validate_agreement
+from hf_longctx.training.groups import validate_agreement
 
 KIND = LayerKind(query_width=8, key_value_width=8, kv_heads=4, heads=4)
 TABLE = CostTable(rows=(1, 9), keys=(1, 9), per_entry=((1e-9, 2e-9), (3e-9, 4e-9)))

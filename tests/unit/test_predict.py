@@ -15,9 +15,9 @@ from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.predict.predict import (
     Seconds,
     choose,
+    events,
     predict,
 )
-from hf_longctx.planning.predict.timeline import events
 from hf_longctx.planning.program.counts import Widths, sent
 from hf_longctx.planning.program.program import Program
 

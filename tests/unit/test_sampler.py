@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import get_dataloader_sampler
 
-from hf_longctx.data.sampler import FILLER, GroupBatchSampler
+from hf_longctx.data.packing import FILLER, GroupBatchSampler
 
 LENGTHS = [7, 5, 5, 5, 9, 1, 2, 8, 8, 3, 10, 4, 6, 6]
 

@@ -21,7 +21,7 @@ from train_cases import UNEVEN, Case, arguments
 from hf_longctx import LongCtxTrainer
 from hf_longctx.data.batch import KEY
 from hf_longctx.data.collator import LongCtxCollator
-from hf_longctx.data.sampler import FILLER, GroupBatchSampler
+from hf_longctx.data.packing import FILLER, GroupBatchSampler
 from hf_longctx.data.stream import PackStream
 from hf_longctx.planning.planners.options import PlanOptions
 
