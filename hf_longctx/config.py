@@ -5,19 +5,21 @@
 `--help` shows them and the reference page of flags is written from them. Layer: config.
 """
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
 from .support import validate_arguments, validate_extension_lock, validate_name
 
 logger = logging.getLogger(__name__)
+_Flags = TypeVar("_Flags")
 
 _BUILT: dict[str, tuple[object, ...]] = {  # flags with values that are only planned, and the others
     "longctx_balance": ("none", "tokens"),
@@ -48,112 +50,100 @@ _REMOVED = {
 }
 
 
-def _flag(default: Any, help: str) -> Any:
-    """Declare a field with its help text."""
-    return field(default=default, metadata={"help": help})
+def documented_flags(cls: type[_Flags]) -> type[_Flags]:
+    """Give the fields of a data class their help texts, which are those of its docstring's `Args`.
+
+    To be applied below `@dataclass`. A field without an entry keeps what it has.
+    """
+    entry = r"^ {4}(\w+) \(.*?\): (.*?)(?=^ {4}\w|^\S|\Z)"
+    for name, text in re.findall(entry, inspect.getdoc(cls) or "", re.M | re.S):
+        help_text = " ".join(text.split())
+        setattr(cls, name, field(default=cls.__dict__[name], metadata={"help": help_text}))
+    return cls
 
 
 @dataclass(kw_only=True)
+@documented_flags
 class LongCtxArguments:
     """Flags that say how batches are built and how attention runs across ranks.
+
+    Args:
+        longctx_max_tokens_per_rank (`int`, *optional*, defaults to `4096`): Largest number of
+            tokens a rank holds of one batch. A batch holds up to this many tokens times the group
+            size.
+        longctx_group_size (`int`, *optional*): Number of ranks that share one batch. It must divide
+            the number of trainers. By default all trainers share each batch.
+        longctx_layout (`str`, *optional*, defaults to `"auto"`): How documents are cut over the
+            ranks. contiguous: consecutive tokens to each rank. zigzag: each rank gets one piece
+            from the head and one from the tail. spread: only long documents are split that way,
+            short ones stay whole. auto: spread for distca, zigzag for charm and ring, contiguous
+            for ulysses and zeco_linear.
+        longctx_balance (`str`, *optional*, defaults to `"tokens"`): How documents are chosen for a
+            batch. none: in the given order. tokens: so that batches are as full as possible.
+        longctx_tolerance (`float`, *optional*, defaults to `0.05`): Attention work that a rank may
+            have above the mean, as a fraction (distca). A smaller value balances better and moves
+            more data.
+        longctx_cost (`str`, *optional*, defaults to `"entries"`): What is balanced (distca).
+            entries: the number of score entries. measured: seconds, from the table that hf-longctx
+            profile wrote on the first trainer's machine.
+        longctx_overflow (`str`, *optional*, defaults to `"error"`): What happens to a document that
+            is longer than a batch. error: the run stops before the first step. split: it becomes
+            several documents, each starting at position 0. truncate: only its beginning is kept.
+        longctx_lookahead (`int`, *optional*, defaults to `1000`): Number of documents that are read
+            ahead from a stream to choose from for a batch. A larger number fills batches better and
+            takes more memory. A data set with a length is packed as a whole.
+        longctx_overlap (`str`, *optional*, defaults to `"none"`): How communication overlaps with
+            computation (distca). heads: each exchange is cut into groups of key/value heads; one
+            group is sent while attention to another is computed. pingpong: each batch runs as two
+            halves of whole documents; one half computes while the other half's exchanges are under
+            way.
+        longctx_servers (`int`, *optional*, defaults to `0`): Number of attention-server processes
+            that the trainers start (distca): the total, which is divided evenly among groups and
+            nodes. More can join with hf-longctx serve.
+        longctx_server_devices (`str`, *optional*): Device of the attention servers. Only cpu, the
+            default, is built yet.
+        longctx_server_timeout (`float`, *optional*, defaults to `30.0`): Seconds that a trainer
+            waits for an attention server in one exchange before it counts the server as lost.
+        longctx_server_memory (`int`, *optional*): Largest number of bytes of queries, keys, values
+            and results that an attention server may hold of one layer. A server gets less work
+            where more would not fit. Messages take the same amount once more for a short time.
+        longctx_topology (`str`, *optional*, defaults to `"auto"`): Nested domains of the ranks of a
+            group (charm, ring, ulysses), outermost first: 2x4 means 2 nodes of 4 ranks. The product
+            must be the group size. auto: taken from the launcher and the machine, and confirmed by
+            measured links; charm then runs as a flat ring for batches where the predicted gain is
+            below 5 percent, and where all ranks are in one place. The choice is logged.
+        longctx_ulysses_size (`int`, *optional*, defaults to `1`): Number of ranks in a domain that
+            exchanges heads (all-to-all), while keys and values travel between domains as in ring or
+            charm. With the default 1, ulysses exchanges heads over all ranks, and ring and charm
+            exchange none.
+        longctx_scan (`str`, *optional*, defaults to `"auto"`): How the states of recurrent layers
+            are passed on (zeco_linear). chain: from rank to rank, cut into pieces. tree: in
+            log2(ranks) steps. allgather: to all ranks at once. auto: the one predicted to be
+            fastest over the measured link. The choice is logged.
+        longctx_softmax (`str`, *optional*, defaults to `"distca"`): How the softmax layers of a
+            hybrid model run across ranks under zeco_linear.
 
     Raises:
         ValueError: At construction, for a value of the wrong type or out of range.
     """
 
-    longctx_max_tokens_per_rank: int = _flag(
-        4096,
-        "Largest number of tokens a rank holds of one batch. A batch holds up to this many tokens "
-        "times the group size.",
-    )
-    longctx_group_size: int | None = _flag(
-        None,
-        "Number of ranks that share one batch. It must divide the number of trainers. By default "
-        "all trainers share each batch.",
-    )
-    longctx_layout: Literal["auto", "contiguous", "zigzag", "spread"] = _flag(
-        "auto",
-        "How documents are cut over the ranks. contiguous: consecutive tokens to each rank. "
-        "zigzag: each rank gets one piece from the head and one from the tail. spread: only long "
-        "documents are split that way, short ones stay whole. auto: spread for distca, zigzag for "
-        "charm and ring, contiguous for ulysses and zeco_linear.",
-    )
-    longctx_balance: Literal["none", "tokens", "attention"] = _flag(
-        "tokens",
-        "How documents are chosen for a batch. none: in the given order. tokens: so that batches "
-        "are as full as possible.",
-    )
-    longctx_tolerance: float = _flag(
-        0.05,
-        "Attention work that a rank may have above the mean, as a fraction (distca). A smaller "
-        "value balances better and moves more data.",
-    )
-    longctx_cost: Literal["entries", "measured"] = _flag(
-        "entries",
-        "What is balanced (distca). entries: the number of score entries. measured: seconds, from "
-        "the table that hf-longctx profile wrote on the first trainer's machine.",
-    )
-    longctx_overflow: Literal["error", "split", "truncate"] = _flag(
-        "error",
-        "What happens to a document that is longer than a batch. error: the run stops before the "
-        "first step. split: it becomes several documents, each starting at position 0. truncate: "
-        "only its beginning is kept.",
-    )
-    longctx_lookahead: int = _flag(
-        1000,
-        "Number of documents that are read ahead from a stream to choose from for a batch. A "
-        "larger number fills batches better and takes more memory. A data set with a length is "
-        "packed as a whole.",
-    )
-    longctx_overlap: Literal["none", "heads", "pingpong"] = _flag(
-        "none",
-        "How communication overlaps with computation (distca). heads: each exchange is cut into "
-        "groups of key/value heads; one group is sent while attention to another is computed. "
-        "pingpong: each batch runs as two halves of whole documents; one half computes while the "
-        "other half's exchanges are under way.",
-    )
-    longctx_servers: int = _flag(
-        0,
-        "Number of attention-server processes that the trainers start (distca): the total, which "
-        "is divided evenly among groups and nodes. More can join with hf-longctx serve.",
-    )
-    longctx_server_devices: str | None = _flag(
-        None, "Device of the attention servers. Only cpu, the default, is built yet."
-    )
-    longctx_server_timeout: float = _flag(
-        30.0,
-        "Seconds that a trainer waits for an attention server in one exchange before it counts "
-        "the server as lost.",
-    )
-    longctx_server_memory: int | None = _flag(
-        None,
-        "Largest number of bytes of queries, keys, values and results that an attention server "
-        "may hold of one layer. A server gets less work where more would not fit. Messages take "
-        "the same amount once more for a short time.",
-    )
-    longctx_topology: str = _flag(
-        "auto",
-        "Nested domains of the ranks of a group (charm, ring, ulysses), outermost first: 2x4 means "
-        "2 nodes of 4 ranks. The product must be the group size. auto: taken from the launcher and "
-        "the machine, and confirmed by measured links; charm then runs as a flat ring for batches "
-        "where the predicted gain is below 5 percent, and where all ranks are in one place. The "
-        "choice is logged.",
-    )
-    longctx_ulysses_size: int = _flag(
-        1,
-        "Number of ranks in a domain that exchanges heads (all-to-all), while keys and values "
-        "travel between domains as in ring or charm. With the default 1, ulysses exchanges heads "
-        "over all ranks, and ring and charm exchange none.",
-    )
-    longctx_scan: Literal["auto", "chain", "tree", "allgather"] = _flag(
-        "auto",
-        "How the states of recurrent layers are passed on (zeco_linear). chain: from rank to rank, "
-        "cut into pieces. tree: in log2(ranks) steps. allgather: to all ranks at once. auto: the "
-        "one predicted to be fastest over the measured link. The choice is logged.",
-    )
-    longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = _flag(
-        "distca", "How the softmax layers of a hybrid model run across ranks under zeco_linear."
-    )
+    longctx_max_tokens_per_rank: int = 4096
+    longctx_group_size: int | None = None
+    longctx_layout: Literal["auto", "contiguous", "zigzag", "spread"] = "auto"
+    longctx_balance: Literal["none", "tokens", "attention"] = "tokens"
+    longctx_tolerance: float = 0.05
+    longctx_cost: Literal["entries", "measured"] = "entries"
+    longctx_overflow: Literal["error", "split", "truncate"] = "error"
+    longctx_lookahead: int = 1000
+    longctx_overlap: Literal["none", "heads", "pingpong"] = "none"
+    longctx_servers: int = 0
+    longctx_server_devices: str | None = None
+    longctx_server_timeout: float = 30.0
+    longctx_server_memory: int | None = None
+    longctx_topology: str = "auto"
+    longctx_ulysses_size: int = 1
+    longctx_scan: Literal["auto", "chain", "tree", "allgather"] = "auto"
+    longctx_softmax: Literal["distca", "charm", "ring", "ulysses"] = "distca"
 
     def __post_init__(self) -> None:
         self.check_longctx()
@@ -236,6 +226,7 @@ class LongCtxArguments:
 
 
 @dataclass(kw_only=True)
+@documented_flags
 class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
     """`TrainingArguments` with the `longctx_*` fields.
 
@@ -243,18 +234,22 @@ class LongCtxTrainingArguments(LongCtxArguments, TrainingArguments):
     `longctx_attention` (the attention name), `longctx_trainers` (the number of trainers) and
     `longctx_train_data` (a fingerprint of the training data). They are saved with each checkpoint,
     and a resumed run is compared with them.
+
+    Args:
+        per_device_train_batch_size (`int`, *optional*, defaults to `1`): Always 1: a batch is one
+            pack per group.
+        per_device_eval_batch_size (`int`, *optional*, defaults to `1`): Always 1: a batch is one
+            pack per group.
+        ddp_timeout (`int`, *optional*, defaults to `600`): Seconds that a trainer waits for another
+            one outside of attention exchanges, also on CPU.
+        longctx_attention (`str`, *optional*): Attention name of the run. The trainer fills it in,
+            and reads it again when it resumes.
     """
 
-    per_device_train_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
-    per_device_eval_batch_size: int = _flag(1, "Always 1: a batch is one pack per group.")
-    ddp_timeout: int = _flag(
-        600,
-        "Seconds that a trainer waits for another one outside of attention exchanges, also on CPU.",
-    )
-    longctx_attention: str | None = _flag(
-        None,
-        "Attention name of the run. The trainer fills it in, and reads it again when it resumes.",
-    )
+    per_device_train_batch_size: int = 1
+    per_device_eval_batch_size: int = 1
+    ddp_timeout: int = 600
+    longctx_attention: str | None = None
     longctx_trainers: int | None = field(default=None, init=False)
     longctx_train_data: int | None = field(default=None, init=False)
 

@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
-from ..config import LongCtxTrainingArguments, validate_removed_flags
+from ..config import LongCtxTrainingArguments, documented_flags, validate_removed_flags
 from ..data.chat import tokenize_rows
 from ..support import validate_arguments, validate_name
 from ..training.groups import find_group, servers_per_group
@@ -48,75 +48,62 @@ def add_command(commands: Any) -> None:
 
 
 @dataclass
+@documented_flags
 class ModelArguments:
-    """The model, and how its attention runs."""
+    """The model, and how its attention runs.
 
-    model_name_or_path: str = field(
-        default="", metadata={"help": "Checkpoint folder or name, or package:NAME[/FOLDER]."}
-    )
-    gguf_file: str | None = field(
-        default=None,
-        metadata={"help": 'A GGUF file in that folder. "": none, over a --config with one.'},
-    )
-    model_config: str | None = field(
-        default=None,
-        metadata={
-            "help": "A config as JSON: train such a model from scratch, with the tokenizer of "
-            "--model_name_or_path."
-        },
-    )
-    dtype: Literal["float32", "bfloat16", "auto"] = field(
-        default="float32", metadata={"help": "Of the weights. auto: as the checkpoint has them."}
-    )
-    attn_implementation: str = field(
-        default="distca",
-        metadata={
-            "help": "How attention runs across ranks: distca, charm, ring, ulysses or, for models "
-            "with recurrent layers, zeco_linear."
-        },
-    )
+    Args:
+        model_name_or_path (`str`, *optional*): Checkpoint folder or name, or package:NAME[/FOLDER].
+        gguf_file (`str`, *optional*): A GGUF file in that folder. "": none, over a --config with
+            one.
+        model_config (`str`, *optional*): A config as JSON: train such a model from scratch, with
+            the tokenizer of --model_name_or_path.
+        dtype (`str`, *optional*, defaults to `"float32"`): Of the weights. auto: as the checkpoint
+            has them.
+        attn_implementation (`str`, *optional*, defaults to `"distca"`): How attention runs across
+            ranks: distca, charm, ring, ulysses or, for models with recurrent layers, zeco_linear.
+    """
+
+    model_name_or_path: str = ""
+    gguf_file: str | None = None
+    model_config: str | None = None
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    attn_implementation: str = "distca"
 
 
 @dataclass
+@documented_flags
 class DataArguments:
-    """The documents to train and evaluate on."""
+    """The documents to train and evaluate on.
 
-    data: str = field(
-        default="",
-        metadata={
-            "help": "A folder of .txt files, a .jsonl file, a data set name or path, or "
-            "package:NAME[/FOLDER]."
-        },
-    )
-    split: str = field(default="train", metadata={"help": "Split of a data set."})
-    eval_data: str = field(
-        default="",
-        metadata={"help": "As --data, to evaluate on. Default: none, or --eval_split of --data."},
-    )
-    eval_split: str | None = field(
-        default=None, metadata={"help": "Split to evaluate on, of --eval_data or else of --data."}
-    )
-    text_field: str = field(default="text", metadata={"help": "Column that holds plain text."})
-    assistant_only_loss: bool = field(
-        default=False, metadata={"help": "Conversations: learn only what the assistant says."}
-    )
-    completion_only_loss: bool = field(
-        default=True,
-        metadata={
-            "help": "Prompts with completions: prompts are no targets "
-            "(--no_completion_only_loss: they are)."
-        },
-    )
-    streaming: bool = field(
-        default=False,
-        metadata={"help": "Read --data while training, --longctx_lookahead documents ahead."},
-    )
-    max_documents: int | None = field(
-        default=None, metadata={"help": "Use the first so many documents of --data only."}
-    )
-    summary_json: str | None = field(
-        default=None, metadata={"help": "Write what the run did there, as one JSON object."}
-    )
+    Args:
+        data (`str`, *optional*): A folder of .txt files, a .jsonl file, a data set name or path, or
+            package:NAME[/FOLDER].
+        split (`str`, *optional*, defaults to `"train"`): Split of a data set.
+        eval_data (`str`, *optional*): As --data, to evaluate on. Default: none, or --eval_split of
+            --data.
+        eval_split (`str`, *optional*): Split to evaluate on, of --eval_data or else of --data.
+        text_field (`str`, *optional*, defaults to `"text"`): Column that holds plain text.
+        assistant_only_loss (`bool`, *optional*, defaults to `False`): Conversations: learn only
+            what the assistant says.
+        completion_only_loss (`bool`, *optional*, defaults to `True`): Prompts with completions:
+            prompts are no targets (--no_completion_only_loss: they are).
+        streaming (`bool`, *optional*, defaults to `False`): Read --data while training,
+            --longctx_lookahead documents ahead.
+        max_documents (`int`, *optional*): Use the first so many documents of --data only.
+        summary_json (`str`, *optional*): Write what the run did there, as one JSON object.
+    """
+
+    data: str = ""
+    split: str = "train"
+    eval_data: str = ""
+    eval_split: str | None = None
+    text_field: str = "text"
+    assistant_only_loss: bool = False
+    completion_only_loss: bool = True
+    streaming: bool = False
+    max_documents: int | None = None
+    summary_json: str | None = None
 
 
 def in_package(path: str) -> str:
