@@ -137,6 +137,7 @@ CASES = {
         options={"num_train_epochs": 3, "optim": "adamw_torch", "save_strategy": "steps"},
     ),
     "digest": Case(lengths=(48,) * 8),
+    "flags": Case(lengths=(48,) * 8, name="zeco_linear"),
     "apart": Case(lengths=UNEVEN, options={"use_cpu": False}),
     "kill": Case(lengths=UNEVEN),
     "kill_first": Case(lengths=UNEVEN),
@@ -287,6 +288,22 @@ def run_digest(name: str, folder: Path) -> dict[str, Any]:
     return {"error": "", "steps": trainer.state.global_step}
 
 
+def run_flags(name: str, folder: Path) -> dict[str, Any]:
+    """Rank 1 was started with another `--longctx_scan`, so that it would not measure links."""
+    import torch
+    from tiny import tiny
+
+    case, scan = CASES[name], "tree" if os.environ["RANK"] == "1" else "auto"
+    model = tiny(case.name, family="qwen3_next", dtype=torch.float32)
+    trainer, began = trainer_of(case, folder, model=model, longctx_scan=scan), time.monotonic()
+    try:
+        trainer.train()
+    except ValueError as error:
+        steps, seconds = trainer.state.global_step, time.monotonic() - began
+        return {"error": str(error), "steps": steps, "seconds": seconds}
+    return {"error": ""}
+
+
 def run_until_death(name: str, folder: Path) -> dict[str, Any]:
     """Rank 1, or the first one, dies or raises in its second step."""
     from transformers import TrainerCallback
@@ -311,6 +328,7 @@ Perform = Callable[[str, Path], dict[str, Any]]
 RUNS: dict[str, Perform] = {
     "resume": run_resume,
     "digest": run_digest,
+    "flags": run_flags,
     "kill": run_until_death,
     "kill_first": run_until_death,
     "raise": run_until_death,

@@ -31,6 +31,7 @@ def local_documents(
         ValueError: where boundaries do not describe every row or differ for queries and keys, or
             positions have several axes.
     """
+    # boundaries come first: positions may run on over documents, as under models without rotation
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is not None:
         return _from_bounds(bounds, kwargs.get("cu_seq_lens_k"), batch * rows)

@@ -66,16 +66,10 @@ def run(
         low = torch.get_autocast_dtype("cpu")  # rotary leaves queries and keys in float32
         query, key, value = query.to(low), key.to(low), value.to(low)
     causal = not isinstance(attention_mask, Bidirectional)
-    dense_mask = isinstance(attention_mask, Tensor)  # it holds causality and window already
-    validate_call(
-        module,
-        query=query,
-        key=key,
-        value=value,
-        dropout=dropout,
-        causal=None if dense_mask else causal,
-        arguments=kwargs,
-    )
+    dense_mask = attention_mask if isinstance(attention_mask, Tensor) else None
+    asked = None if dense_mask is not None else causal  # a dense mask holds causality and window
+    tensors = {"query": query, "key": key, "value": value}
+    validate_call(module, **tensors, dropout=dropout, causal=asked, arguments=kwargs)
     sinks: Tensor | None = kwargs.get("s_aux")
     spec = AttentionSpec(
         heads=query.shape[1],
@@ -89,14 +83,14 @@ def run(
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     batch: LongCtxBatch | None = kwargs.get(KEY)
-    if isinstance(attention_mask, Tensor):
-        _validate_mask(batch, kwargs, attention_mask)
-        scoring = spec.scoring(scale)
-        return dense(query, key, value, attention_mask, scoring=scoring, sinks=sinks), None
+    if dense_mask is not None:
+        _validate_mask(batch, kwargs, dense_mask)
+        return dense(**tensors, mask=dense_mask, scoring=spec.scoring(scale), sinks=sinks), None
+    # [B S, heads, size]: views, unless B is above 1
     rows = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if batch is None:
         lengths = _local_lengths(query, key, kwargs)
-        if lengths != (query.shape[2],) * len(query):  # boundaries are not those of the rows
+        if lengths != (query.shape[2],) * len(query):  # packed: documents are not the rows
             _validate_prepared(module)
         program = local_plan(lengths, spec.window, causal=causal).program(0)
         layer = Layer(program, None, spec.scoring(scale), Runtime().account)
@@ -113,6 +107,7 @@ def _window(mask: Tensor | Mask, sliding_window: int | None) -> int:
     if isinstance(mask, Tensor):
         return 0
     masked = mask.window or None if isinstance(mask, Bidirectional) else mask and mask.size
+    # a layer that asks for a window its mask does not carry would silently see everything
     if sliding_window is not None and masked != sliding_window:
         raise ValueError(
             f"sliding_window={sliding_window} of the layer and window {masked} of its mask differ; "
@@ -167,7 +162,7 @@ def _validate_positions(batch: LongCtxBatch, position_ids: Tensor | None, *, row
     """
     if position_ids is None or position_ids.dim() != 2:
         return
-    # writing to a tensor raises its version; inference tensors have none and are compared each time
+    # Writing to a tensor raises its version. Inference tensors have none: compared each time.
     version = -1 if position_ids.is_inference() else position_ids._version
     compared, at = batch.binding.positions
     if compared is position_ids and at == version >= 0:
@@ -216,6 +211,7 @@ def _bind(
     if config is not None:
         validate_spec(spec, config, layer=getattr(module, "layer_idx", "?"))
     runtime: Runtime = batch.binding.runtime or Runtime()
+    # without a channel this rank's rows would attend to each other alone: wrong, and no word of it
     if batch.layout.ranks > 1 and runtime.channel is None:
         raise ValueError(
             f"a batch cut over {batch.layout.ranks} ranks reached attention without a channel; "
@@ -245,6 +241,7 @@ def _with_batch(
     runtime, saved = bound.runtime, batch.binding.saved
     account, index = runtime.account, getattr(module, "layer_idx", None)
     index = None if index == -1 else index  # Zamba2 numbers all of them -1
+    # saved results are found again by layer, in whatever order the recompute runs
     name = id(module) if index is None else index
     layer = Layer(
         bound.program, runtime.channel, bound.scoring, account, half=batch.half, index=index
@@ -260,10 +257,11 @@ def _with_batch(
         account.recompute_bytes += runtime.sent_bytes - before
         return out
     layer.forget = partial(saved.drop, name)
+    # a recompute runs in backward, outside of the two coroutines, and must not hand over
     layer.turn = batch.binding.turn
     out, lse = attend(layer, *rows, sinks=sinks)
     account.calls += 1
     account.layers.add(name)
-    if module.training or out.requires_grad:
+    if module.training or out.requires_grad:  # reentrant checkpointing runs without gradients
         saved.keep(name, (out.detach(), lse))
     return out

@@ -90,12 +90,13 @@ def layer_specs(config: Any) -> list[AttentionSpec]:
     """
     config = _text(config)
     named = _softmax_layers(config)
-    if recurrent_family(config) is not None:
+    if recurrent_family(config) is not None:  # only some of its layers are softmax layers
         configs = [config] * len(named)
     elif getattr(config, "is_heterogeneous", False):  # Gemma 4: larger heads in its full layers
         configs = list(config.per_layer_config)
     else:
         configs = [config] * config.num_hidden_layers
+    # as `masks.attention_mask` tells such models
     overlaid = getattr(config, "use_bidirectional_attention", None) is True
     causal = not overlaid and _causal(config)
     # Transformers allows a distance of `sliding_window` on either side in these; see `masks`.
@@ -140,12 +141,14 @@ def _softmax_layers(config: Any) -> list[str]:
 
 def _causal(config: Any) -> bool:
     """Whether rows see no later key: so in all but encoders, which configs do not mark as such."""
+    # models of masked language modelling are encoders, unless they are told to decode
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return getattr(config, "is_decoder", False)
     return getattr(config, "is_causal", True)
 
 
 def _text(config: Any) -> Any:
+    # the decoder's: attention of encoders (images, audio) never sees a batch object
     get_text = getattr(config, "get_text_config", None)
     return get_text(decoder=True) if get_text else config
 
@@ -161,6 +164,7 @@ def validate_spec(spec: AttentionSpec, config: Any, *, layer: object) -> None:
     Raises:
         ValueError: with what differs from the nearest layer of the config.
     """
+    # sinks are parameters, of which no config tells; what they add needs no plan of its own
     described = [replace(each, sinks=spec.sinks) for each in layer_specs(config)]
     if spec in described:
         return

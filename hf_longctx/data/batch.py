@@ -21,39 +21,44 @@ from ..planning.planners import state_scan
 from ..planning.planners.options import PlanOptions, fingerprint
 from ..planning.planners.plan import Plan, make_plan
 from ..planning.predict.predict import Choice, choose_plan
-from ..planning.predict.scan_schedule import Scan, Sizes, chosen, longest_chain
+from ..planning.predict.scan_schedule import ScanChoice, StateSizes, choose_schedule, longest_chain
 from ..planning.program.program import Program
 
+# The keyword argument; models hand unknown ones on to attention, also under DDP, FSDP2 and PEFT.
 KEY = "longctx_batch"
 
 
 @dataclass(slots=True)
 class SavedAttention:
-    """`(out, lse)` of each layer, or what came to it from other ranks, between its forward and its
-    backward, so that activation checkpointing recomputes it without attending or sending again."""
+    """What layers keep between their forward and backward, so that a recompute sends nothing.
+
+    A softmax layer keeps `(out, lse)`, a recurrent one what came to it from other ranks: activation
+    checkpointing then recomputes it without attending or exchanging again.
+    """
 
     results: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
     forwards: Counter[Any] = field(default_factory=Counter)
 
     def keep(self, layer: Any, result: tuple[Tensor, ...]) -> None:
-        """Store a layer's result at the end of its forward."""
+        """Keep a layer's result, at the end of its forward."""
         self.results[layer] = result
         self.forwards[layer] += 1
 
     def take(self, layer: Any) -> tuple[Tensor, ...]:
-        """Hand out a layer's result, for its recompute, and drop it, unless gradients are off: that
-        is a re-entrant recompute around another one, which will ask again.
+        """Give a layer's result to its recompute, and drop it.
 
         Raises:
             ValueError: where the batch went through the model twice before its backward, so that
                 the results of the two forwards cannot be told apart.
         """
+        # results are kept by layer alone, so that two forwards in flight would mix them up
         if self.forwards[layer] != 1:
             raise ValueError(
                 f"layer {layer} recomputes, but this batch went through the model "
                 f"{self.forwards[layer]} times before its backward; collate a batch once per "
                 "forward, or switch activation checkpointing off"
             )
+        # without gradients this is a reentrant recompute around another one, which will ask again
         if not torch.is_grad_enabled():
             return self.results[layer]
         self.forwards[layer] -= 1
@@ -75,7 +80,7 @@ class Binding:
             both runs.
         saved (`SavedAttention`): Results that a recompute uses again.
         choices (`dict[LayerKind, Choice]`): Which plan was chosen by prediction.
-        scans (`dict[Sizes, Scan]`): The schedule of each state scan that crosses ranks.
+        scans (`dict[StateSizes, ScanChoice]`): The schedule of each state scan that crosses ranks.
         plans, programs: What was planned so far. It is freed with the batch.
         layers (`dict`): What the attention hook made of plans, by layer spec.
         positions (`tuple[Tensor | None, int]`): The `position_ids` that were compared with the
@@ -86,9 +91,9 @@ class Binding:
     turn: Callable[[], None] | None = None
     saved: SavedAttention = field(default_factory=SavedAttention)
     choices: dict[LayerKind, Choice] = field(default_factory=dict)
-    scans: dict[Sizes, Scan] = field(default_factory=dict)
+    scans: dict[StateSizes, ScanChoice] = field(default_factory=dict)
     plans: dict[tuple[PlanOptions, LayerKind], Plan] = field(default_factory=dict)
-    programs: dict[Sizes | int, Program | None] = field(default_factory=dict)
+    programs: dict[StateSizes | int, Program | None] = field(default_factory=dict)
     layers: dict[Any, Any] = field(default_factory=dict)
     positions: tuple[Tensor | None, int] = (None, -1)
 
@@ -155,7 +160,7 @@ class LongCtxBatch:
         for batch in (self, *self.halves):
             batch.binding.runtime = runtime or batch.binding.runtime
             batch.options = options or batch.options
-            batch.binding.layers.clear()  # they hold the runtime and plans of before
+            batch.binding.layers.clear()  # they hold the runtime and the plans of before
 
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
         """The plan for layers of one kind; made on first use, the same on every rank.
@@ -166,7 +171,7 @@ class LongCtxBatch:
             kind (`LayerKind`): The layers.
         """
         options = self.options
-        if algorithm != options.algorithm:
+        if algorithm != options.algorithm:  # raises where that planner cannot do what they say
             options = replace(options, algorithm=algorithm)
         if options.auto is not None and algorithm == "charm":
             choices = self.binding.choices
@@ -178,15 +183,16 @@ class LongCtxBatch:
             plans[options, kind] = make_plan(self.layout, kind=kind, options=options)
         return plans[options, kind]
 
-    def scan_program(self, sizes: Sizes) -> Program | None:
+    def scan_program(self, sizes: StateSizes) -> Program | None:
         """This rank's scan of states; `None` where no document of its own lies on other ranks."""
         programs = self.binding.programs
         if sizes not in programs:
+            # the longest scan of the batch decides: all ranks must take the same schedule
             ranks, measured = longest_chain(self.layout), self.options.link
             link = measured or NeighbourLink()
-            schedule = chosen(sizes, ranks=ranks, link=link, flag=self.options.scan)
+            schedule = choose_schedule(sizes, ranks=ranks, link=link, flag=self.options.scan)
             if ranks > 1:
-                self.binding.scans[sizes] = Scan(
+                self.binding.scans[sizes] = ScanChoice(
                     sizes=sizes,
                     ranks=ranks,
                     schedule=schedule,
@@ -226,13 +232,15 @@ class LongCtxBatch:
             algorithm (`str`): Planner of the softmax layers.
             kinds (`Iterable[LayerKind]`): The kinds of the softmax layers, maybe none.
         """
-        kinds = [*kinds] or [LayerKind()]
+        kinds = [*kinds] or [LayerKind()]  # without softmax layers any plan shows the layout
         plans = [part.plan(algorithm, kind).digest for kind in kinds for part in self.parts]
         return fingerprint(np.sort(plans).tobytes())  # sorted, as kinds may be a set
 
     def places(self) -> np.ndarray:
-        """int64 `[rows, 2]`: row in the data set and position there of each row of this rank; -1
-        and a position for filler."""
+        """Where each row of this rank is from, int64 `[rows, 2]`.
+
+        The row in the data set, -1 for filler, and the position there.
+        """
         fillers = len(self.layout.lengths) - len(self.pieces)
         begins = np.concatenate([self.pieces[:, :2], np.full((fillers, 2), (-1, 0))])
         segments = self.layout.of_rank(self.rank)

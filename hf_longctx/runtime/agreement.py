@@ -41,7 +41,8 @@ def validate_agreement(
     except ValueError as error:
         # every rank is here: `agree` raises on all of them or on none
         everyone = gather(channel, mine, ranks=ranks)
-        usual = everyone.mode(dim=0).values  # the lowest one of a tie
+        holders = (everyone[:, None] == everyone[None]).sum(0)
+        usual = everyone.gather(0, holders.argmax(0, keepdim=True))  # in a tie that of a lower rank
         parts = [
             f"{name} on rank {' and '.join(map(str, odd.nonzero()[:, 0].tolist()))}"
             for name, odd in zip(fingerprints, (everyone != usual).T, strict=True)

@@ -62,7 +62,7 @@ class Layer:
             head_dim=q_THD.shape[2],
             value_dim=v_TKD.shape[2],
         )
-        if self.call is not None:
+        if self.call is not None:  # before anything is sent, which the servers must expect
             self.call(Request(backward, widths, q_THD.dtype, self.scoring))
         self.run = Execution(
             self.program,
@@ -122,7 +122,7 @@ class _Phase(torch.autograd.Function):
             (out, lse), layer.saved = layer.saved, None
         # through autograd, so that hooks on saved tensors (checkpointing, offloading) see them
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.mark_non_differentiable(lse)
+        ctx.mark_non_differentiable(lse)  # it is kept for recomputes and never used by a model
         return out, lse
 
     @staticmethod

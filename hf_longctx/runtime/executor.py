@@ -13,6 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, linalg
@@ -89,7 +92,7 @@ class _Kernels:
     backward: bool
 
 
-Step = _Kernels | Post | Wait | Fold
+Step = _Kernels | Op
 
 
 @kept_with_program
@@ -104,31 +107,30 @@ def _steps(
 
 
 def _fused(program: Program, phase: Iterable[Op], window: int, causal: bool) -> Iterable[Step]:
-    tasks: list[KernelTask] = []
-    arrays: dict[str, Block] = {}
-
-    def flush() -> Iterable[Step]:
-        if tasks:
+    for arrays, ops in groupby(phase, key=partial(_arrays, program)):
+        if arrays is None:
+            yield from ops
+        else:
+            tasks = [_task(program, op) for op in ops]
             fused = calls(tasks, window=window, causal=causal)
-            yield _Kernels(dict(arrays), fused, len(tasks), "dq" in arrays)
-            tasks.clear()
+            yield _Kernels(arrays, fused, len(tasks), "dq" in arrays)
 
-    for op in phase:
-        if not isinstance(op, Attend | AttendGrad):
-            yield from flush()
-            yield op
-            continue
-        blocks = dict(zip(_ROLES[type(op)], op, strict=True))
-        # kernels take whole arrays and the rows of each task, so that one call serves many tasks
-        whole = {r: b._replace(start=0, stop=program.rows[b.array]) for r, b in blocks.items()}
-        if whole != arrays:
-            yield from flush()
-            arrays = whole
-        (_, q_start, _), (_, k_start, _) = program.task(op.q), program.task(op.kv)
-        rows = {role: block.start for role, block in blocks.items()}
-        q_rows, k_rows = op.q.stop - op.q.start, op.kv.stop - op.kv.start
-        tasks.append(KernelTask(rows, q_start, q_rows, k_start, k_rows))
-    yield from flush()
+
+def _arrays(program: Program, op: Op) -> dict[str, Block] | None:
+    """All rows of the arrays that a task works on, by role; `None` for other operations.
+
+    Kernels take whole arrays, and the rows of each task, so that one call serves many tasks.
+    """
+    if not isinstance(op, Attend | AttendGrad):
+        return None
+    blocks = zip(_ROLES[type(op)], op, strict=True)
+    return {role: block._replace(start=0, stop=program.rows[block.array]) for role, block in blocks}
+
+
+def _task(program: Program, op: Any) -> KernelTask:
+    rows = {role: block.start for role, block in zip(_ROLES[type(op)], op, strict=True)}
+    (_, q_start, _), (_, k_start, _) = program.task(op.q), program.task(op.kv)
+    return KernelTask(rows, q_start, op.q.stop - op.q.start, k_start, op.kv.stop - op.kv.start)
 
 
 @dataclass(slots=True)
@@ -215,7 +217,7 @@ class Execution:
         """
         if array not in self.arrays:
             self.arrays[array] = self._allocate(array)
-            if array >= TRANSIENT:
+            if array >= TRANSIENT:  # the rank's own rows live longer than the layer's call
                 self._live += exchanges.size(self.arrays[array].values())
                 self.account.peak_bytes = max(self.account.peak_bytes, self._live)
         return self.arrays[array]
@@ -228,7 +230,8 @@ class Execution:
             first, stop = self._heads(kept, f)
             shape = self.program.rows[array], stop - first, sizes[f.width]
             made[f.name] = torch.empty(shape, dtype=self.wide if f.wide else self.dtype)
-            if kind in ("part", "dq", "dkv", "state", "dx"):  # those that are added to or merged
+            # what is added to or merged into starts neutral; all else is written whole
+            if kind in ("part", "dq", "dkv", "state", "dx"):
                 made[f.name].fill_(float("-inf") if f.name == "lse" else 0.0)
         return made
 
@@ -267,6 +270,7 @@ class Execution:
                     fold(how, self._views(into), [self._views(part) for part in parts])
                 case _Kernels():
                     self._attend(step)
+            # lifetimes are counted in operations of the program, of which kernels fuse several
             self._number += step.tasks if isinstance(step, _Kernels) else 1
             self._free()
 
@@ -277,7 +281,7 @@ class Execution:
                 self._live -= exchanges.size(self.arrays.pop(array).values())
 
     def _attend(self, step: _Kernels) -> None:
-        started = self.account.clock()
+        started = self.account.clock()  # may be CPU time: benchmarks share cores
         arrays = {role: self._of(block) for role, block in step.arrays.items()}
         kernel = softmax.attend_grad if step.backward else softmax.attend
         for call in step.calls:

@@ -59,7 +59,7 @@ def results_of(folder: Path, *names: str, processes: int) -> Results:
 def two(tmp_path_factory) -> Results:
     """All cases over two trainers."""
     folder = tmp_path_factory.mktemp("two")
-    return results_of(folder, *TRAINED, "resume", "digest", processes=2)
+    return results_of(folder, *TRAINED, "resume", "digest", "flags", processes=2)
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +219,16 @@ def test_b48_ranks_with_other_documents_of_the_same_lengths_are_found_out(two):
     case = two.cases["digest"]
     assert "disagree on the plan of a batch" in case["error"] and case["steps"] == 0
     assert "give every rank the same data set, seed" in case["error"]
+
+
+def test_c09_a_rank_with_another_flag_is_refused_before_the_first_step(two):
+    case = two.cases["flags"]
+    assert case["error"] == (
+        "rank 0: the ranks of a group disagree on the flags of their plans: different from the "
+        "other ranks is --longctx_scan on rank 1; give every rank the same data set, seed, flags "
+        "and versions"
+    )
+    assert case["steps"] == 0 and case["seconds"] < 30  # not once an exchange has timed out
 
 
 # Saving and resuming

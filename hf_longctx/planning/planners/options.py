@@ -15,6 +15,7 @@ from ...support import NESTED
 from ..layouts.cost import CostTable
 from ..layouts.levels import Levels, Machine, NeighbourLink
 
+# Values of flags, as users write them.
 ALGORITHMS = ("distca", "ring", "charm", "ulysses")
 OVERLAPS = ("none", "heads", "pingpong")
 
@@ -86,6 +87,7 @@ class PlanOptions:
     link: NeighbourLink | None = _option(None, "the link measured for --longctx_scan")
 
     def __post_init__(self) -> None:
+        # Once, for whoever makes options: trainer, verify, benchmarks and loops of the user's own.
         name = self.algorithm
         if name not in ALGORITHMS:
             raise ValueError(f"{name!r} has no planner; use one of {ALGORITHMS}")

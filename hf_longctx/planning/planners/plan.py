@@ -80,6 +80,7 @@ class Plan:
     def digest(self) -> int:
         """A stable hash of everything that the programs follow from, as a non-negative int64."""
         text = f"{self.options.digest} {self.layout.ranks} {self.kind}"
+        # columns in little-endian int32, so that machines of all kinds agree
         columns = (self.layout.lengths, self.layout.columns, self.tasks, self.splits)
         return fingerprint(
             text.encode(), *(np.ascontiguousarray(c, "<i4").tobytes() for c in columns)
@@ -87,7 +88,7 @@ class Plan:
 
     @cached_property
     def assignments(self) -> np.ndarray:
-        """What is computed where, int64 `[assignments, 8]`: the fields of `Assignment` but `part`."""
+        """What is computed where, int64 `[assignments, 8]`: `Assignment` without `part`."""
         return assignments(self.layout, self.tasks, self.splits, kind=self.kind)
 
     @cached_property
@@ -111,12 +112,14 @@ class Plan:
     def _build(self, rank: int) -> Program:
         name = self.options.algorithm
         if name == "distca":
+            # ranks and servers read one exchange plan, so that both sides name the same messages
             program = serve.program(self._exchange, rank=rank, groups=self.groups)
             served = bool((self.assignments[:, 4] >= self.layout.ranks).any())
             return _in_three_phases(program) if rank == 0 and served else program
         across, size = ring.program, self.ulysses_size
         if name == "charm":
             across = partial(_charm, levels=self.levels.outside(size))
+        # under `ulysses` also a rank alone runs its program, which then exchanges nothing
         if name != "ulysses" and size == 1:
             return across(self.layout, rank=rank, kind=self.kind)
         first = rank // size * size
@@ -137,10 +140,12 @@ class Plan:
         each = cost(start, stop, length=length, kind=self.kind, costs=costs)
         work = np.bincount(by, weights=each, minlength=self.processes)
         if balanced and self.ulysses_size > 1:
+            # members of a domain share its work by heads, of which one may hold more
             groups, members = ulysses.head_shares(self.ulysses_size, kind=self.kind)
             part = np.asarray([heads for _, heads in members]) / groups
             return (work.reshape(-1, self.ulysses_size).sum(1, keepdims=True) * part).ravel()
         if balanced and len(self.splits):
+            # what another process attends to counts there, and no longer with the task's server
             task, server, low, high = self.splits.astype(np.int64).T
             moved = cost_over(
                 start[task],
