@@ -1,8 +1,8 @@
 """Check an installed wheel where nothing of the repository is in reach, for `make wheel`.
 
 Run by the Python of the environment that holds the wheel. In an empty folder:
-`hf-longctx --version`, `init`, `check`, and two steps of the recipe on two CPU ranks, with a tiny config, tokenizer and
-data set made here.
+`hf-longctx --version`, `init`, `check`, and two steps of the recipe on two CPU ranks, with a tiny
+config, tokenizer and data set made here.
 """
 
 import json

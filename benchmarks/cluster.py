@@ -4,9 +4,9 @@ The command runs once per rank. Exit codes: that of the first rank that fails, e
 description and where no cluster can be made, with nothing run.
 
 Nothing is left behind, however this process ends: the nodes are anonymous namespaces that live as
-long as their process 1, a shell that waits for orders on a pipe from us. When the pipe closes, which
-a SIGKILL does too, the shell ends, the kernel kills every process of its process namespace, and the
-networks go with the last of them.
+long as their process 1, a shell that waits for orders on a pipe from us. When the pipe closes,
+which a SIGKILL does too, the shell ends, the kernel kills every process of its process namespace,
+and the networks go with the last of them.
 """
 
 import argparse

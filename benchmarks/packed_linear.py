@@ -1,4 +1,4 @@
-"""`python -m benchmarks packed --model NAME`: packed documents through recurrent layers, beside stock.
+"""`python -m benchmarks packed --model NAME`: recurrent layers on packed documents, beside stock.
 
 Transformers' recurrent layers leak across packed documents, so its users run them one
 by one or as a padded batch. Sides run in turn, each figure is the median over rounds of the ratio

@@ -4,8 +4,8 @@
     python docs/generate.py --check    # exit with 1 if a committed page differs
 
 A page that the code can write is never edited by hand: flags come from the dataclass fields, the
-support table from its rules, JSON keys from tables of the code and from docstrings. `tests/test_docs.py`
-compares the committed pages with what this script writes.
+support table from its rules, JSON keys from tables of the code and from docstrings.
+`tests/unit/test_docs.py` compares the committed pages with what this script writes.
 """
 
 import ast

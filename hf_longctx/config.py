@@ -21,6 +21,12 @@ from .support import validate_arguments, validate_extension_lock, validate_name
 logger = logging.getLogger(__name__)
 _Flags = TypeVar("_Flags")
 
+# The flag of activation checkpointing, by its name before Transformers 5.24 or since.
+RECOMPUTE = (
+    "activation_checkpointing"
+    if hasattr(TrainingArguments, "activation_checkpointing")
+    else "gradient_checkpointing"
+)
 _BUILT: dict[str, tuple[object, ...]] = {  # flags with values that are only planned, and the others
     "longctx_balance": ("none", "tokens"),
     "longctx_server_devices": (None, "cpu"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 logger = logging.getLogger(__name__)
 
@@ -211,16 +212,38 @@ class _RowTokenizer:
     ) -> dict[str, list[int]]:
         """Tokenise messages by the chat template, with the tools and settings that the row has."""
         tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
         given = {"chat_template": self.template} if self.template is not None else {}
+        given |= (row.get("chat_template_kwargs") or {}) | options
+        if self.marked:
+            return self._marked_chat(messages, tools, given)
         found = self.tokenizer.apply_chat_template(
-            messages,
-            tools=json.loads(tools) if isinstance(tools, str) else tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=self.marked,
-            **given | (row.get("chat_template_kwargs") or {}) | options,
+            messages, tools=tools, tokenize=True, return_dict=True, **given
         )
-        return {name: found[name] for name in ("input_ids", "assistant_masks") if name in found}
+        return {"input_ids": found["input_ids"]}
+
+    def _marked_chat(
+        self, messages: Messages, tools: Any, given: dict[str, Any]
+    ) -> dict[str, list[int]]:
+        """Tokenise messages, and mark the tokens that overlap what the assistant says."""
+        # Not by return_assistant_tokens_mask: before Transformers 5.24 it marks everything to the
+        # end where a span ends in a character without a token, such as a space.
+        template = self.tokenizer.get_chat_template(given.pop("chat_template", None), tools)
+        (text,), (spans,) = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map | given,
+        )
+        found = self.tokenizer(
+            text, add_special_tokens=False, truncation=False, return_offsets_mapping=True
+        )
+        masks = [
+            int(any(first < stop and last > start for start, stop in spans))
+            for first, last in found["offset_mapping"]
+        ]
+        return {"input_ids": found["input_ids"], "assistant_masks": masks}
 
     def _ended(self, text: str) -> dict[str, list[int]]:
         """Tokenise a text and end it with the end-of-text token."""

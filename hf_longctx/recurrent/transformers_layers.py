@@ -128,10 +128,13 @@ def lightning_forward(
     position_embeddings: Any = None,
     attention_mask: Tensor | None = None,
     cache: Any = None,
+    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stand in for the forward of MiniMax's layer, whose recurrence is inline: `[B, S, hidden]`."""
-    layer.validate_unset(attention_mask=attention_mask, cache=cache)
+    layer.validate_unset(
+        attention_mask=attention_mask, cache=cache, past_key_values=past_key_values
+    )
     own: Any = layer.module
     qkv = own.act_fn(own.qkv_proj(hidden_states))
     # Query, key and value of a head are neighbours in the projection.
@@ -318,7 +321,13 @@ _FUSED = {
     )
 }
 ADAPTERS = (
-    Adapter(models=("lfm2",), layer="ShortConv", functions=_CONV, steps=(CONV,)),
+    Adapter(
+        models=("lfm2",),
+        layer="ShortConv",
+        functions=_CONV,
+        steps=(CONV,),
+        drops_kwargs=True,  # before Transformers 5.24
+    ),
     _GATED_DELTA,
     replace(
         _GATED_DELTA,

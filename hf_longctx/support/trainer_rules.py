@@ -149,8 +149,11 @@ def _reentrant(subject: tuple[str, Any]) -> object:
     _, trainer = subject
     if trainer is None or trainer.args.world_size == 1:
         return None
-    given = trainer.args.activation_checkpointing_kwargs or {}
-    asked = trainer.args.activation_checkpointing and given.get("use_reentrant")
+    # The flag was called gradient_checkpointing before Transformers 5.24.
+    new = hasattr(trainer.args, "activation_checkpointing")
+    flag = "activation_checkpointing" if new else "gradient_checkpointing"
+    given = getattr(trainer.args, f"{flag}_kwargs") or {}
+    asked = getattr(trainer.args, flag) and given.get("use_reentrant")
     enabled = (  # by the user, on the model itself
         module._gradient_checkpointing_func.keywords.get("use_reentrant")
         for module in trainer.model.modules()

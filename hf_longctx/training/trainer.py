@@ -17,7 +17,7 @@ from transformers import Trainer
 from ..attention.spec import log_whole_exchanges, validate_layer_heads
 from ..comm.channels import GlooChannel
 from ..comm.topology import Topology, find_topology, given_levels, own_place, validate_domains
-from ..config import LongCtxArguments
+from ..config import RECOMPUTE, LongCtxArguments
 from ..data.documents import column_names
 from ..data.packing import GroupBatchSampler
 from ..data.stream import PackStream
@@ -114,10 +114,9 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         """Make the Accelerator's arguments; DDP searches for unused parameters only if needed."""
         # The search breaks re-entrant checkpointing of PEFT models, walks through the graph in
         # every step, and warns if it finds none.
-        if self.args.ddp_find_unused_parameters is None and self.args.world_size > 1:
-            recomputes = self.args.activation_checkpointing
-            if recomputes or uses_all_parameters(self.model):
-                self.args.ddp_find_unused_parameters = False
+        unset = self.args.ddp_find_unused_parameters is None and self.args.world_size > 1
+        if unset and (getattr(self.args, RECOMPUTE) or uses_all_parameters(self.model)):
+            self.args.ddp_find_unused_parameters = False
         return super()._build_accelerator_args(**kwargs)
 
     @property

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 import hf_longctx.attention.registration as registry
 
-from ..config import LongCtxTrainingArguments
+from ..config import RECOMPUTE, LongCtxTrainingArguments
 from ..planning.program.program import Program
 from ..runtime.requests import Request, RequestSender
 from ..support import validate_model, validate_name
@@ -228,7 +228,7 @@ def _train(trial: Trial, folder: Path, *, disturbed: bool) -> tuple[dict[str, An
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        activation_checkpointing=trial.checkpointing,
+        **{RECOMPUTE: trial.checkpointing},
         **trial.flags,
     )
     model = build(trial.model, name=trial.name, dtype=torch.float32)

@@ -51,8 +51,14 @@ def of_trl(rows: list[dict[str, Any]], folder: Any, **options: Any) -> list[dict
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
     )
-    columns = ("input_ids", "labels")
-    return [{name: row[name] for name in columns} for row in trainer.train_dataset]
+    return [{"input_ids": row["input_ids"], "labels": labels(row)} for row in trainer.train_dataset]
+
+
+def labels(row: dict[str, list[int]]) -> list[int]:
+    """Labels of a row of TRL; its first versions have masks, which its collator turns to labels."""
+    masks = [row[name] for name in ("completion_mask", "assistant_masks") if name in row]
+    made = [i if all(kept) else -100 for i, *kept in zip(row["input_ids"], *masks, strict=True)]
+    return row.get("labels", made)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing.:FutureWarning")  # TRL's default

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tiny import documents, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -168,7 +170,9 @@ def test_documents_longer_than_a_table_of_positions_are_refused(family, limit):
     validate_positions([limit, 1], limit=limit)
     with pytest.raises(ValueError, match=f"2049 tokens is longer .* table of {limit} positions"):
         validate_positions([7, 2049], limit=limit)
-    with pytest.raises(IndexError), torch.no_grad():  # what they would meet in a step
+    old_gptj = family == "gptj" and Version(transformers.__version__) < Version("5.24")
+    error = RuntimeError if old_gptj else IndexError
+    with pytest.raises(error), torch.no_grad():  # what they would meet in a step
         model(torch.zeros(1, 1, dtype=torch.long), position_ids=torch.tensor([[limit]]))
 
 

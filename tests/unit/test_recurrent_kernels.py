@@ -12,9 +12,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import transformers
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -355,6 +357,8 @@ def test_grids_hold_each_row_once_and_one_segment_a_chunk(
 
 def qwen3_next(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     q = q * q.shape[-1] ** 0.5  # the function scales queries
+    if Version(transformers.__version__) < Version("5.24"):  # the layer repeats heads itself
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
     return qwen.torch_chunk_gated_delta_rule(*(x[None] for x in (q, k, v, log_decay, beta)))[0][0]
 
 

@@ -13,6 +13,7 @@ from tiny import Document, Errors, Outcome, alone, collate, documents, gradients
 from train_cases import Case, arguments
 
 from hf_longctx import LongCtxTrainer
+from hf_longctx.config import RECOMPUTE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -57,7 +58,7 @@ def test_b07_b54_steps_equal_those_of_documents_alone(tmp_path, checkpointing, l
     given: dict[str, Any] = {}
     if checkpointing is not None:
         kwargs = {"use_reentrant": checkpointing}
-        given = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+        given = {RECOMPUTE: True, f"{RECOMPUTE}_kwargs": kwargs}
     trainer = train(tmp_path, model_of("zeco_linear", lora=lora), **given)
     case = Case(lengths=UNEVEN, options=OPTIONS)
     right = plain_loop(case, world=1, model=model_of("sdpa", lora=lora))

@@ -135,6 +135,8 @@ def test_a_padded_batch_handed_to_a_packed_path_is_refused_by_the_model(name):
 
 # The table of support.py: each rule with a real config, or arguments, that trigger it
 
+# Transformers 5.17 calls it deepseek_sparse_attention.
+SPARSE = AutoConfig.for_model("deepseek_v32").layer_types[0]
 CONFIGS = {
     "no attention interface": ("bloom", {}, "model_type=bloom"),
     "recurrent layers": ("qwen3_next", {}, "model_type=qwen3_next"),
@@ -155,7 +157,7 @@ CONFIGS = {
     "attention dropout": ("gpt2", {}, "attn_pdrop=0.1"),
     "MoE auxiliary loss": ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
     "layer dropping": ("opt", {"layerdrop": 0.1}, "layerdrop=0.1"),
-    "sparse or compressed keys": ("deepseek_v32", {}, "layer_types ['indexed_attention']"),
+    "sparse or compressed keys": ("deepseek_v32", {}, f"layer_types ['{SPARSE}']"),
     "encoder-decoder": ("bart", {}, "is_encoder_decoder=True"),
     "router noise": ("phimoe", {}, "router_jitter_noise=0.01"),
     "attention weights": ("llama", {"output_attentions": True}, "output_attentions=True"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import accelerate
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import get_dataloader_sampler
@@ -159,6 +161,8 @@ def test_accelerate_counts_and_iterates_epoch_by_epoch():
 def test_skipping_batches_resumes_within_any_epoch(epoch, how):
     fresh = loader_of(make())
     if how == "set, then skip":
+        if Version(accelerate.__version__) < Version("1.14"):
+            pytest.skip("skip_first_batches forgets the epoch; Trainer skips first, then sets it")
         fresh.set_epoch(epoch)
     resumed = skip_first_batches(fresh, 2)
     if how == "skip, then set":
