@@ -21,7 +21,7 @@ from benchmarks.timed import carried_bytes
 from hf_longctx.kernels.chunk_states import Summary, apply
 from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.planning.planners import state_scan
-from hf_longctx.planning.predict.scan_schedule import Sizes
+from hf_longctx.planning.predict.scan_schedule import StateSizes
 from hf_longctx.planning.program.counts import Widths
 from hf_longctx.planning.program.counts import sent as planned_bytes
 from hf_longctx.planning.program.program import Program
@@ -59,9 +59,9 @@ class Case:
     columns: int = 128
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> StateSizes:
         """As the cost model takes it."""
-        return Sizes(state_scan.State(self.rows, "head"), self.heads, self.columns)
+        return StateSizes(state_scan.State(self.rows, "head"), self.heads, self.columns)
 
     def program(self, way: Way, *, rank: int, ranks: int) -> Program:
         """One rank's program."""

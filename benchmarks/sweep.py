@@ -25,13 +25,7 @@ from benchmarks.timed import Case, Measured, Way, time_ways
 from hf_longctx.comm.topology import LinkRate, Topology
 from hf_longctx.planning.layouts.levels import Levels, Machine
 from hf_longctx.planning.planners.charm import PIECES
-from hf_longctx.planning.predict.predict import (
-    BACKWARD,
-    Seconds,
-    charm_seconds,
-    choose,
-    ring_seconds,
-)
+from hf_longctx.planning.predict.predict import BACKWARD, Seconds, choose
 from hf_longctx.planning.predict.timeline import entries
 from hf_longctx.planning.program.counts import sent_by_level
 
@@ -43,6 +37,57 @@ UNSHAPED = 50 * 10**9
 REACHED = 0.85  # of its closed form: a point below is a failure
 FRACTIONS = ("ring_fraction_of_bound", "charm_fraction_of_bound", "speedup_over_model")
 RAILS: dict[str, Rails] = {"dual_numa": "shared", "dual_node": "per_rank"}
+
+
+def ring_seconds(*, ranks: int, c: float, tau: float, rho: float = 2.0) -> Seconds:
+    """The closed form of a flat ring, fully overlapped, whose gradients need a hop home.
+
+    Args:
+        ranks (`int`): R.
+        c (`float`): Forward seconds of a rank against one chunk.
+        tau (`float`): Seconds of a chunk's keys and values on the slow link.
+        rho (`float`, *optional*, defaults to 2): Bytes of a chunk's gradient over those of its keys
+            and values: 2 for float32 beside bf16.
+    """
+    c_b = BACKWARD * c
+    return Seconds(
+        forward=c + (ranks - 1) * max(c, tau),
+        backward=c_b + (ranks - 1) * max(c_b, (1 + rho) * tau) + rho * tau,
+    )
+
+
+def charm_seconds(
+    *,
+    domains: int,
+    ranks: int,
+    c: float,
+    tau: float,
+    lanes: float = 1.0,
+    rho: float = 2.0,
+    pieces: int = 8,
+    fast: float = 0.0,
+) -> Seconds:
+    """The closed form of charm over two levels.
+
+    Args:
+        domains (`int`): N.
+        ranks (`int`): G, ranks of one domain.
+        c, tau, rho (`float`): As for the ring.
+        lanes (`float`): Slow links of a domain that work at once, in units of the ring's one.
+        pieces (`int`): M.
+        fast (`float`): Seconds of a chunk's keys and values on the fast link.
+    """
+    everyone, c_b = domains * ranks, BACKWARD * c
+    crossing = (everyone - ranks) * tau / lanes
+    inside = (everyone - 1) * fast
+    return Seconds(
+        forward=max(everyone * c, crossing + ranks * c / pieces, c + inside),
+        backward=max(
+            everyone * c_b,
+            crossing * (1 + rho) + ranks * c_b / pieces,
+            c_b + inside * (1 + rho),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from benchmarks.on_cluster import run_on
 from benchmarks.scanned import BACKWARD, GLOO, SHARES, Case, Measured, Seconds, Way, time_scans
 from hf_longctx.planning.layouts.levels import NeighbourLink
 from hf_longctx.planning.planners.state_scan import State
-from hf_longctx.planning.predict.scan_schedule import Sizes, chosen, cuts
+from hf_longctx.planning.predict.scan_schedule import StateSizes, choose_schedule, cuts
 from hf_longctx.verify.cost_profile import setting
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ BURST = 10_000  # bytes that an idle link lets pass at once: the least, a packet
 RATIOS = (0.5, 1.0, 2.0, 4.0)
 # Milliseconds of the collective in the ZeCO paper, H100, state of 32 heads: all-gather, All-Scan.
 PAPER = {8: (0.375, 0.226), 64: (2.543, 0.739), 256: (8.514, 2.165)}
-PAPER_SIZES = Sizes(State(128, "row"), 32, 128)
+PAPER_SIZES = StateSizes(State(128, "row"), 32, 128)
 
 
 def run(
@@ -68,7 +68,7 @@ def run(
     """
     case = case or Case()
     link = NeighbourLink(hop=HOP, rate=case.sizes.state_bytes / tau)
-    pieces = chosen(case.sizes, ranks=RANKS, link=link, flag="chain").pieces
+    pieces = choose_schedule(case.sizes, ranks=RANKS, link=link, flag="chain").pieces
     ways = {"chain": Way("chain", pieces)}
     counted = {
         ranks: _on_links(ranks, link, case=case, ways=ways, rounds=0) for ranks in (2, RANKS // 2)
@@ -91,7 +91,7 @@ def run(
         **overheads(runs, chain=limits["chain"], tau=tau, ratios=ratios),
         **_bytes(counted),
         "predicted_here_seconds": {
-            name: chosen(case.sizes, ranks=RANKS, link=link, flag=name).seconds
+            name: choose_schedule(case.sizes, ranks=RANKS, link=link, flag=name).seconds
             for name in ("chain", "allgather", "tree")
         },
         "predicted": predicted(),
@@ -222,9 +222,9 @@ def predicted() -> dict[str, dict[str, Any]]:
     link = NeighbourLink(hop=scan - gather / most, rate=PAPER_SIZES.state_bytes / gather)
     figures: dict[str, dict[str, Any]] = {}
     for ranks, (paper_gather, paper_scan) in PAPER.items():
-        auto = chosen(PAPER_SIZES, ranks=ranks, link=link)
+        auto = choose_schedule(PAPER_SIZES, ranks=ranks, link=link)
         of = {
-            name: chosen(PAPER_SIZES, ranks=ranks, link=link, flag=name)
+            name: choose_schedule(PAPER_SIZES, ranks=ranks, link=link, flag=name)
             for name in ("chain", "tree", "allgather")
         }
         figures[str(ranks)] = {

@@ -29,7 +29,7 @@ from hf_longctx.data.packing import Piece
 from hf_longctx.planning.layouts.cost import CostTable
 from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.runtime.executor import Runtime
-from hf_longctx.training.measurements import cost_file, save
+from hf_longctx.training.measurements import cost_file, save_costs
 from hf_longctx.verify.twins import (
     REFERENCE,
     auto_class,
@@ -70,7 +70,7 @@ def keep_table(model: Any, table: CostTable) -> Path:
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
     )
-    save(table, path)
+    save_costs(table, path)
     return path
 
 

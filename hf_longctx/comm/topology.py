@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.layouts.levels import Levels, Link
+from ..planning.layouts.levels import LevelLink, Levels
 from .channels import Channel
 
 logger = logging.getLogger(__name__)
@@ -157,11 +157,11 @@ class Topology:
     rates: tuple[LinkRate, ...] = ()
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[LevelLink, ...]:
         """The measured links for predictions: each with the lanes that its ranks fill together."""
         behind = (self.levels.below(level) for level in range(len(self.rates)))
         return tuple(
-            Link(rate.alone, min(rate.together / rate.alone, 1.0) * ranks)
+            LevelLink(rate.alone, min(rate.together / rate.alone, 1.0) * ranks)
             for rate, ranks in zip(self.rates, behind, strict=True)
         )
 

@@ -21,7 +21,7 @@ from ..planning.planners import state_scan
 from ..planning.planners.options import PlanOptions, fingerprint
 from ..planning.planners.plan import Plan, make_plan
 from ..planning.predict.predict import Choice, choose_plan
-from ..planning.predict.scan_schedule import Scan, Sizes, chosen, longest_chain
+from ..planning.predict.scan_schedule import ScanChoice, StateSizes, choose_schedule, longest_chain
 from ..planning.program.program import Program
 
 # The keyword argument; models hand unknown ones on to attention, also under DDP, FSDP2 and PEFT.
@@ -80,7 +80,7 @@ class Binding:
             both runs.
         saved (`SavedAttention`): Results that a recompute uses again.
         choices (`dict[LayerKind, Choice]`): Which plan was chosen by prediction.
-        scans (`dict[Sizes, Scan]`): The schedule of each state scan that crosses ranks.
+        scans (`dict[StateSizes, ScanChoice]`): The schedule of each state scan that crosses ranks.
         plans, programs: What was planned so far. It is freed with the batch.
         layers (`dict`): What the attention hook made of plans, by layer spec.
         positions (`tuple[Tensor | None, int]`): The `position_ids` that were compared with the
@@ -91,9 +91,9 @@ class Binding:
     turn: Callable[[], None] | None = None
     saved: SavedAttention = field(default_factory=SavedAttention)
     choices: dict[LayerKind, Choice] = field(default_factory=dict)
-    scans: dict[Sizes, Scan] = field(default_factory=dict)
+    scans: dict[StateSizes, ScanChoice] = field(default_factory=dict)
     plans: dict[tuple[PlanOptions, LayerKind], Plan] = field(default_factory=dict)
-    programs: dict[Sizes | int, Program | None] = field(default_factory=dict)
+    programs: dict[StateSizes | int, Program | None] = field(default_factory=dict)
     layers: dict[Any, Any] = field(default_factory=dict)
     positions: tuple[Tensor | None, int] = (None, -1)
 
@@ -187,16 +187,16 @@ class LongCtxBatch:
             plans[options, kind] = make_plan(self.layout, kind=kind, options=options)
         return plans[options, kind]
 
-    def scan_program(self, sizes: Sizes) -> Program | None:
+    def scan_program(self, sizes: StateSizes) -> Program | None:
         """This rank's scan of states; `None` where no document of its own lies on other ranks."""
         programs = self.binding.programs
         if sizes not in programs:
             # the longest scan of the batch decides: all ranks must take the same schedule
             ranks, measured = longest_chain(self.layout), self.options.link
             link = measured or NeighbourLink()
-            schedule = chosen(sizes, ranks=ranks, link=link, flag=self.options.scan)
+            schedule = choose_schedule(sizes, ranks=ranks, link=link, flag=self.options.scan)
             if ranks > 1:
-                self.binding.scans[sizes] = Scan(
+                self.binding.scans[sizes] = ScanChoice(
                     sizes=sizes,
                     ranks=ranks,
                     schedule=schedule,

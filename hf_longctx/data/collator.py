@@ -1,7 +1,7 @@
-"""A pack of documents -> one rank's model inputs, with the batch object attached.
+"""Collate a pack of documents into one rank's model inputs, with the batch object attached.
 
-Layer: data. Targets are shifted within each document before anything is cut; then each rank takes
-the rows that the layout gives it. Nothing is padded. Letters: T rows of this rank.
+Targets are shifted within each document before anything is cut; then each rank takes the tokens
+that the layout gives it. Nothing is padded. Layer: data. Letters: T tokens of this rank.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class PackDataset(Dataset):  # type: ignore[type-arg]
     The collator reads only the documents that its rank holds tokens of.
     """
 
-    # Accelerate cuts what it gathers from an epoch's last batch by `length % batch size`, to drop
+    # Accelerate drops `length % batch size` of what it gathers from an epoch's last batch, as
     # repeated samples; packs repeat none.
     total_dataset_length = 0
 
@@ -52,8 +52,8 @@ class LongCtxCollator:
         options (`PlanOptions`): What plans depend on, and the name of the layout; see
             `layouts.layout.cut`.
         budget (`int`): Tokens a batch can hold, for the fill.
-        halves (`bool`, *optional*, defaults to `False`): Make two halves of each batch that can be
-            split; see `plan.halves.halve`.
+        halves (`bool`, *optional*, defaults to `False`): Whether to make two halves of each batch
+            that can be split; see `layouts.layout.halve`.
     """
 
     rank: int
@@ -63,12 +63,10 @@ class LongCtxCollator:
     halves: bool = False
 
     def __call__(self, items: Sequence[_Item]) -> dict[str, Any]:
-        """Inputs of one rank: `input_ids`, `labels`, `shift_labels`, `position_ids`, each int64
-        `[1, T]`, and `longctx_batch`.
-
-        A pack with fewer tokens than ranks gets one filler document, which has no targets.
-        """
+        """Return the inputs of one rank: `input_ids`, `labels`, `shift_labels` and `position_ids`,
+        each int64 `[1, T]`, and `longctx_batch`."""
         ((pack, documents),) = items
+        # No rank may be without a token: a short pack gets a filler document without targets.
         lengths = [piece.length for piece in pack]
         filler = max(0, self.ranks - sum(lengths))
         if filler:
@@ -81,6 +79,7 @@ class LongCtxCollator:
             layout = cut(lengths, ranks=self.ranks, layout=name, levels=levels)
         columns: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": [], "shift_labels": []}
         segments = layout.of_rank(self.rank)
+        # Only documents that this rank holds tokens of are read.
         held = {
             d: _filler(filler) if d == len(pack) else _read(documents, pack[d])
             for d in {segment.document for segment in segments}
@@ -111,7 +110,7 @@ class LongCtxCollator:
 
 
 def _read(documents: Any, piece: Piece) -> dict[str, np.ndarray]:
-    """One piece of a document: ids, labels, and targets shifted over the whole document."""
+    """Read one piece of a document: ids, labels, and targets shifted over the whole document."""
     row = documents[piece.document]
     ids = np.asarray(row["input_ids"], np.int64)
     given = row.get("labels")
@@ -125,5 +124,6 @@ def _read(documents: Any, piece: Piece) -> dict[str, np.ndarray]:
 
 
 def _filler(tokens: int) -> dict[str, np.ndarray]:
+    """Make a document of `tokens` tokens without targets."""
     ignored = np.full(tokens, IGNORE, np.int64)
     return {"input_ids": np.zeros(tokens, np.int64), "labels": ignored, "shift_labels": ignored}

@@ -15,7 +15,7 @@ from ..data.batch import LongCtxBatch
 from ..kernels.conv import causal_conv
 from ..kernels.linear_attention import linear_attention, summarize
 from ..planning.planners.state_scan import State
-from ..planning.predict.scan_schedule import Sizes
+from ..planning.predict.scan_schedule import StateSizes
 from ..planning.program.program import Program
 from ..runtime.executor import Runtime
 from ..runtime.state_scans import ScanCall, begin_scan, exchange_halo
@@ -54,7 +54,7 @@ def run_recurrence(
     # The factor on the state travels too, and its size decides which schedule is fastest.
     decay = "matrix" if beta_TH is not None else "row" if log_decay.ndim == 3 else "head"
     _, heads, columns = v_THV.shape
-    sizes = Sizes(State(k_TKN.shape[2], decay), heads, columns, wide.itemsize)
+    sizes = StateSizes(State(k_TKN.shape[2], decay), heads, columns, wide.itemsize)
     program = batch.scan_program(sizes)
     if program is None:
         return attend(v_THV)

@@ -98,91 +98,55 @@ FLA_RULE = Rule(
 )
 
 MODEL_RULES: tuple[Rule, ...] = (
-    Rule(
-        "no attention interface",
-        _no_interface,
-        "this family never calls the attention function that it is given",
-        "train it with its own attention",
-    ),
-    Rule(
-        "recurrent layers",
-        _with_adapter,
-        "they would leak across documents, and restart on each rank",
-        "use attn_implementation='zeco_linear' (with --longctx_softmax for its softmax layers)",
-        names=SOFTMAX_NAMES,
-    ),
-    Rule(
-        "recurrent layers without an adapter",
-        _without_adapter,
-        "nothing keeps their documents apart",
-        "train one document at a time, with its own attention",
-    ),
-    Rule(
-        "no recurrent layers",
-        _not_recurrent,
-        "zeco_linear needs linear-attention or state-space layers",
-        "use distca or charm",
-        names=("zeco_linear",),
-    ),
+    Rule("no attention interface", _no_interface,
+         "this family never calls the attention function that it is given",
+         "train it with its own attention"),
+    Rule("recurrent layers", _with_adapter,
+         "they would leak across documents, and restart on each rank",
+         "use attn_implementation='zeco_linear' (with --longctx_softmax for its softmax layers)",
+         names=SOFTMAX_NAMES),
+    Rule("recurrent layers without an adapter", _without_adapter,
+         "nothing keeps their documents apart",
+         "train one document at a time, with its own attention"),
+    Rule("no recurrent layers", _not_recurrent,
+         "zeco_linear needs linear-attention or state-space layers",
+         "use distca or charm",
+         names=("zeco_linear",)),
     FLA_RULE,
-    Rule(
-        "RoPE longrope or dynamic",
-        _rope_type,
-        "its frequencies depend on the longest position of the local batch, so they would differ "
-        "between ranks and between packs",
-        "set rope_type to default, linear, yarn or llama3",
-    ),
-    Rule(
-        "temperature from positions",
-        field("attn_temperature_tuning"),
-        "Llama 4 scales queries by absolute position and does not pass position_ids on",
-        WITH_SDPA,
-    ),
-    Rule("chunked attention", field("attention_chunk_size"), "it is not built yet", WITH_SDPA),
-    Rule(
-        "sparse or compressed keys",
-        _selected_keys,
-        "an indexer chooses, compresses or pools keys of the whole document, but no rank holds all "
-        "of them",
-        WITH_SDPA,
-    ),
-    Rule(
-        "encoder-decoder",
-        field("is_encoder_decoder"),
-        "its cross-attention reads keys that do not belong to the batch's documents",
-        "use a decoder-only model",
-    ),
-    Rule(
-        "attention dropout",
-        field("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
-        "a task that is recomputed or moved to another rank would draw another mask",
-        "set it to 0.0",
-    ),
-    Rule(
-        "layer dropping",
-        field("layerdrop", "decoder_layerdrop"),
-        "ranks would skip different layers and wait for each other's exchanges",
-        "set it to 0.0",
-    ),
-    Rule(
-        "MoE auxiliary loss",
-        field("output_router_logits"),
-        "it is not a mean over tokens, so it cannot be summed over ranks",
-        "set output_router_logits=False",
-    ),
-    Rule(
-        "router noise",
-        field("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
-        "each rank would draw its own, so no single process computes the same",
-        "set it to 0.0",
-    ),
-    Rule(
-        "attention weights",
-        field("output_attentions"),
-        "they are never formed",
-        "set output_attentions=False, or use attn_implementation='eager' to look at them",
-    ),
-)
+    Rule("RoPE longrope or dynamic", _rope_type,
+         "its frequencies depend on the longest position of the local batch, so they would differ "
+         "between ranks and between packs",
+         "set rope_type to default, linear, yarn or llama3"),
+    Rule("temperature from positions", field("attn_temperature_tuning"),
+         "Llama 4 scales queries by absolute position and does not pass position_ids on",
+         WITH_SDPA),
+    Rule("chunked attention", field("attention_chunk_size"),
+         "it is not built yet",
+         WITH_SDPA),
+    Rule("sparse or compressed keys", _selected_keys,
+         "an indexer chooses, compresses or pools keys of the whole document, but no rank holds "
+         "all of them",
+         WITH_SDPA),
+    Rule("encoder-decoder", field("is_encoder_decoder"),
+         "its cross-attention reads keys that do not belong to the batch's documents",
+         "use a decoder-only model"),
+    Rule("attention dropout",
+         field("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
+         "a task that is recomputed or moved to another rank would draw another mask",
+         "set it to 0.0"),
+    Rule("layer dropping", field("layerdrop", "decoder_layerdrop"),
+         "ranks would skip different layers and wait for each other's exchanges",
+         "set it to 0.0"),
+    Rule("MoE auxiliary loss", field("output_router_logits"),
+         "it is not a mean over tokens, so it cannot be summed over ranks",
+         "set output_router_logits=False"),
+    Rule("router noise", field("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
+         "each rank would draw its own, so no single process computes the same",
+         "set it to 0.0"),
+    Rule("attention weights", field("output_attentions"),
+         "they are never formed",
+         "set output_attentions=False, or use attn_implementation='eager' to look at them"),
+)  # fmt: skip
 
 
 def model_problems(config: Any, *, name: str) -> list[tuple[Rule, object]]:
@@ -260,22 +224,16 @@ def _too_few_heads(sharing: Sharing) -> object:
 
 
 HEAD_RULES = (
-    Rule(
-        "domains that do not divide the ranks",
-        _does_not_divide,
-        "each rank belongs to one domain, and all domains have the same size",
-        "set --longctx_ulysses_size to one of those",
-        names=NESTED,
-    ),
-    Rule(
-        "heads that the ranks of a domain cannot share",
-        _too_few_heads,
-        "a domain needs as many key/value heads as ranks, or a number of query heads that its "
-        "ranks divide",
-        "set --longctx_ulysses_size to one of those, or change --longctx_group_size",
-        names=NESTED,
-    ),
-)
+    Rule("domains that do not divide the ranks", _does_not_divide,
+         "each rank belongs to one domain, and all domains have the same size",
+         "set --longctx_ulysses_size to one of those",
+         names=NESTED),
+    Rule("heads that the ranks of a domain cannot share", _too_few_heads,
+         "a domain needs as many key/value heads as ranks, or a number of query heads that its "
+         "ranks divide",
+         "set --longctx_ulysses_size to one of those, or change --longctx_group_size",
+         names=NESTED),
+)  # fmt: skip
 
 
 def validate_heads(sharing: Sharing) -> None:

@@ -85,45 +85,28 @@ def _sizes_over_1(
 
 
 WRAPPER_RULES: tuple[Rule, ...] = (
-    Rule(
-        "FSDP through Accelerate on the CPU",
-        _ignored_fsdp,
-        "Accelerate ignores it there, and the run would be DDP",
-        "load the model with from_pretrained(..., distributed_config=DistributedConfig("
-        "fsdp_size=N))",
-    ),
-    Rule(
-        "DeepSpeed with ACCELERATE_USE_CPU",
-        _ignored_deepspeed,
-        "Accelerate ignores it there, and the run would be DDP",
-        "unset that variable and pass use_cpu=True",
-    ),
-    Rule(
-        "best model of native FSDP2",
-        _best_of_sharded,
-        "Transformers cannot load a checkpoint into weights that were sharded at loading",
-        "leave it out, and load best_model_checkpoint with from_pretrained after the run",
-    ),
-    Rule(
-        "tensor, pipeline and expert parallelism",
-        _sizes_over_1(
-            "",
-            lambda trainer: getattr(trainer.model.config, "distributed_config", None),
-            "tp_size", "pp_size", "ep_size",
-        ),
-        "its ranks share tokens, but the ranks of a group hold different ones",
-        "use fsdp_size alone",
-    ),
-    Rule(
-        "parallelism of Accelerate",
-        _sizes_over_1(
-            "parallelism_config.",
-            lambda trainer: trainer.accelerator.parallelism_config,
-            "tp_size", "cp_size", "sp_size",
-        ),
-        "it would cut batches or layers that hf_longctx cuts already",
-        "leave those sizes at 1",
-    ),
+    Rule("FSDP through Accelerate on the CPU", _ignored_fsdp,
+         "Accelerate ignores it there, and the run would be DDP",
+         "load the model with from_pretrained(..., "
+         "distributed_config=DistributedConfig(fsdp_size=N))"),
+    Rule("DeepSpeed with ACCELERATE_USE_CPU", _ignored_deepspeed,
+         "Accelerate ignores it there, and the run would be DDP",
+         "unset that variable and pass use_cpu=True"),
+    Rule("best model of native FSDP2", _best_of_sharded,
+         "Transformers cannot load a checkpoint into weights that were sharded at loading",
+         "leave it out, and load best_model_checkpoint with from_pretrained after the run"),
+    Rule("tensor, pipeline and expert parallelism",
+         _sizes_over_1(
+             "", lambda trainer: getattr(trainer.model.config, "distributed_config", None),
+             "tp_size", "pp_size", "ep_size"),
+         "its ranks share tokens, but the ranks of a group hold different ones",
+         "use fsdp_size alone"),
+    Rule("parallelism of Accelerate",
+         _sizes_over_1(
+             "parallelism_config.", lambda trainer: trainer.accelerator.parallelism_config,
+             "tp_size", "cp_size", "sp_size"),
+         "it would cut batches or layers that hf_longctx cuts already",
+         "leave those sizes at 1"),
 )  # fmt: skip
 
 
@@ -177,27 +160,18 @@ def _reentrant(subject: tuple[str, Any]) -> object:
 
 
 PINGPONG_RULES: tuple[Rule, ...] = (
-    Rule(
-        "overlap `pingpong` without phases",
-        _without_phases,
-        "all its exchanges lie within one phase, so the halves of a batch cannot alternate",
-        "use distca, or longctx_overlap=none",
-        names=tuple(name for name in NAMES if name != "distca"),
-    ),
-    Rule(
-        "overlap `pingpong` with FSDP that reshards after forward",
-        _reshards,
-        "one half would free a layer's weights while the other half still uses them",
-        "call model.set_reshard_after_forward(False) once the model is loaded, or set "
-        "longctx_overlap=none",
-    ),
-    Rule(
-        "overlap `pingpong` with re-entrant checkpointing over several trainers",
-        _reentrant,
-        "each half runs its own backward through a layer, which DDP and ZeRO take for two steps",
-        "set activation_checkpointing_kwargs={'use_reentrant': False}, or longctx_overlap=none",
-    ),
-)
+    Rule("overlap `pingpong` without phases", _without_phases,
+         "all its exchanges lie within one phase, so the halves of a batch cannot alternate",
+         "use distca, or longctx_overlap=none",
+         names=tuple(name for name in NAMES if name != "distca")),
+    Rule("overlap `pingpong` with FSDP that reshards after forward", _reshards,
+         "one half would free a layer's weights while the other half still uses them",
+         "call model.set_reshard_after_forward(False) once the model is loaded, or set "
+         "longctx_overlap=none"),
+    Rule("overlap `pingpong` with re-entrant checkpointing over several trainers", _reentrant,
+         "each half runs its own backward through a layer, which DDP and ZeRO take for two steps",
+         "set activation_checkpointing_kwargs={'use_reentrant': False}, or longctx_overlap=none"),
+)  # fmt: skip
 
 
 def validate_pingpong(name: str, *, trainer: Any = None) -> None:

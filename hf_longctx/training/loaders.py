@@ -1,6 +1,7 @@
-"""Data sets of documents -> data loaders of packs, one batch per group and step.
+"""Make data loaders of packs from data sets of documents: one batch per group and step.
 
-Layer: training.
+Each data set is validated once and compared among the trainers, since ranks of a group that hold
+different documents would train on parts of both. Layer: training.
 """
 
 import hashlib
@@ -25,15 +26,22 @@ _PEEK = 8  # rows of a stream that trainers compare before the first step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scanned:
-    """A data set, kept with its id, and what the scan found."""
+class _ComparedData:
+    """A data set that all trainers hold, with what was found out about it.
+
+    Args:
+        dataset: The data set itself: as long as it is kept, no other one has its id.
+        fingerprint (`int`): 63-bit hash of its rows; of the first ones of a stream.
+        documents (`Documents`, *optional*): None of a stream.
+    """
 
     dataset: Any
-    documents: Documents
+    fingerprint: int
+    documents: Documents | None = None
 
 
 class Loaders:
-    """Makes this rank's samplers and data loaders; scans each data set once.
+    """Makes this rank's samplers and data loaders, and validates each data set once.
 
     Args:
         arguments: The training arguments, with `longctx_*` fields.
@@ -55,23 +63,21 @@ class Loaders:
     ) -> None:
         self.arguments, self.group = arguments, group
         self.accelerator, self.vocab_size, self.ignore_id = accelerator, vocab_size, ignore_id
-        self._scanned: dict[int, _Scanned] = {}
-        self._streams: dict[int, Any] = {}  # compared among the trainers
-        self._fingerprints: dict[int, int] = {}
+        self._compared: dict[int, _ComparedData] = {}  # by the data set's id
 
     @property
     def budget(self) -> int:
         """Tokens that one batch of a group can hold."""
         return int(self.group.size * self.arguments.longctx_max_tokens_per_rank)
 
-    def compare(self, datasets: Mapping[str, Any]) -> None:
-        """Refuse data sets that only some trainers hold, before any waits for another's scan.
+    def validate_same_names(self, datasets: Mapping[str, Any]) -> None:
+        """Raise if only some trainers hold a data set, before any waits for another's.
 
         Args:
-            datasets (`Mapping[str, Any]`): By name; `None` where this trainer has none.
+            datasets (`Mapping[str, Any]`): By name; `None` if this trainer has none.
 
         Raises:
-            ValueError: with the names on each trainer.
+            ValueError: With the names on each trainer.
         """
         mine = [name for name, dataset in datasets.items() if dataset is not None]
         everyone = gather_object([mine])
@@ -82,19 +88,19 @@ class Loaders:
             )
 
     def fingerprint(self, dataset: Any) -> int:
-        """63 bits that stand for the training rows; for the first ones of a stream.
+        """Return a 63-bit hash of the training rows, or of the first ones of a stream.
 
         Args:
             dataset: See `source`.
         """
-        if id(dataset) not in self._fingerprints:  # a Trainer may be given other rows once made
+        if id(dataset) not in self._compared:  # rows given to a Trainer after it was made
             self.source(dataset, training=True)
-        return self._fingerprints[id(dataset)]
+        return self._compared[id(dataset)].fingerprint
 
     def source(
         self, dataset: Any, *, training: bool, description: str | None = None
     ) -> GroupBatchSampler | PackStream:
-        """The packs of this rank's group, from a data set with a length or from a stream.
+        """Make the packs of this rank's group, from a data set with a length or from a stream.
 
         Args:
             dataset: Rows; see `validate_documents`.
@@ -102,35 +108,50 @@ class Loaders:
             description (`str`, *optional*): What to call the data set in messages.
 
         Raises:
-            ValueError: for anything wrong with the data; see `validate_documents` and `packing.fit`.
+            ValueError: Anything is wrong with the data; see `validate_documents` and
+                `packing.fit`.
         """
         name = description or ("train_dataset" if training else "eval_dataset")
-        if isinstance(dataset, IterableDataset):
-            return self._stream(dataset, training=training, name=name)
-        return self._sampler(dataset, training=training, name=name)
-
-    def _sampler(self, dataset: Any, *, training: bool, name: str) -> GroupBatchSampler:
-        new = id(dataset) not in self._scanned
-        if new:
-            documents = self._scan(dataset, name=name)
-            self._scanned[id(dataset)] = _Scanned(dataset=dataset, documents=documents)
         arguments = self.arguments
+        given: dict[str, Any] = {
+            "capacity": self.budget,
+            "overflow": arguments.longctx_overflow,
+            "balance": arguments.longctx_balance,
+            "groups": self.group.groups,
+            "group": self.group.index,
+        }
+        new, logs = id(dataset) not in self._compared, arguments.process_index == 0
+        if isinstance(dataset, IterableDataset):
+            self._validate_stream(dataset, training=training, name=name)
+            stream = PackStream(
+                dataset,
+                **given,
+                lookahead=arguments.longctx_lookahead,
+                vocab_size=self.vocab_size,
+                ignore_id=self.ignore_id,
+                description=name,
+                endless=training,
+                log=logs,
+            )
+            if new:
+                number = stream.peek(_PEEK)
+                self.compare_rows(number, name=name)
+                self._compared[id(dataset)] = _ComparedData(dataset=dataset, fingerprint=number)
+            return stream
+        documents = self._documents(dataset, name=name)
         sampler = GroupBatchSampler(
-            self._scanned[id(dataset)].documents.lengths,
-            capacity=self.budget,
-            overflow=arguments.longctx_overflow,
-            balance=arguments.longctx_balance,
-            groups=self.group.groups,
-            group=self.group.index,
+            documents.lengths,
+            **given,
             seed=arguments.data_seed if arguments.data_seed is not None else arguments.seed,
             shuffle=training and arguments.train_sampling_strategy == "random",
         )
-        if new and arguments.process_index == 0:
+        if new and logs:
             sampler.report.log(name)
-            self._scanned[id(dataset)].documents.log_targets()
+            documents.log_targets()
         return sampler
 
-    def _stream(self, dataset: Any, *, training: bool, name: str) -> PackStream:
+    def _validate_stream(self, dataset: Any, *, training: bool, name: str) -> None:
+        """Raise ValueError for settings under which a stream would be read wrongly."""
         arguments = self.arguments
         if arguments.dataloader_num_workers > 1:
             raise ValueError(
@@ -148,52 +169,37 @@ class Loaders:
                     f"{field}=epoch with a stream: a stream is one epoch of max_steps steps, "
                     "however often it starts again; use steps"
                 )
-        stream = PackStream(
-            dataset,
-            capacity=self.budget,
-            overflow=arguments.longctx_overflow,
-            balance=arguments.longctx_balance,
-            groups=self.group.groups,
-            group=self.group.index,
-            lookahead=arguments.longctx_lookahead,
-            vocab_size=self.vocab_size,
-            ignore_id=self.ignore_id,
-            description=name,
-            endless=training,
-            log=arguments.process_index == 0,
-        )
-        if id(dataset) not in self._streams:
-            self._fingerprints[id(dataset)] = number = stream.peek(_PEEK)
-            self.compare_rows(number, name=name)
-            self._streams[id(dataset)] = dataset
-        return stream
 
-    def _scan(self, dataset: Any, *, name: str) -> Documents:
-        """The documents of a data set; every trainer must hold the same ones."""
-        fingerprint = hashlib.blake2b(digest_size=8)
-        documents = validate_documents(
-            dataset,
-            vocab_size=self.vocab_size,
-            description=name,
-            progress=self.arguments.process_index == 0,
-            fingerprint=fingerprint,
-            ignore_id=self.ignore_id,
-        )
-        number = int.from_bytes(fingerprint.digest(), "little") >> 1
-        self._fingerprints[id(dataset)] = number
-        self.compare_rows(number, size=len(dataset), name=name)
-        return documents
+    def _documents(self, dataset: Any, *, name: str) -> Documents:
+        """Return the documents of a data set; validate and compare them at first."""
+        compared = self._compared.get(id(dataset))
+        if compared is None:
+            fingerprint = hashlib.blake2b(digest_size=8)
+            documents = validate_documents(
+                dataset,
+                vocab_size=self.vocab_size,
+                description=name,
+                progress=self.arguments.process_index == 0,
+                fingerprint=fingerprint,
+                ignore_id=self.ignore_id,
+            )
+            number = int.from_bytes(fingerprint.digest(), "little") >> 1  # fits an int64
+            self.compare_rows(number, size=len(dataset), name=name)
+            compared = _ComparedData(dataset=dataset, fingerprint=number, documents=documents)
+            self._compared[id(dataset)] = compared
+        assert compared.documents is not None, name
+        return compared.documents
 
     def compare_rows(self, fingerprint: int, *, size: int = 0, name: str) -> None:
-        """Refuse data that differs between the trainers; a collective call.
+        """Raise if data differs between the trainers; a collective call.
 
         Args:
-            fingerprint (`int`): Stands for the rows that this trainer has read.
+            fingerprint (`int`): Hash of the rows that this trainer has read.
             size (`int`, *optional*, defaults to 0): Rows of the data set; 0 for a stream.
             name (`str`): What to call the data set.
 
         Raises:
-            ValueError: with the rows on each trainer, where they have a number.
+            ValueError: With the number of rows on each trainer, if it is known.
         """
         mine = torch.tensor([fingerprint, size], device=self.accelerator.device)
         everyone = self.accelerator.gather(mine[None])
@@ -206,7 +212,7 @@ class Loaders:
             )
 
     def loader(self, dataset: Any, *, training: bool, options: PlanOptions) -> DataLoader[Any]:
-        """A data loader of packs: this rank's rows of each.
+        """Make a data loader of packs: this rank's tokens of each.
 
         Args:
             dataset: Rows of `input_ids` and optional `labels`; see `validate_documents`.
@@ -219,14 +225,14 @@ class Loaders:
             ranks=self.group.size,
             options=options,
             budget=self.budget,
-            halves=training and options.overlap == "pingpong",  # nothing overlaps alone
+            halves=training and options.overlap == "pingpong",  # evaluation runs batches whole
         )
         source = self.source(dataset, training=training)
         if isinstance(source, PackStream):
             packs: dict[str, Any] = {"dataset": source, "batch_size": 1}
         else:
-            documents = self._scanned[id(dataset)].documents
-            packs = {"dataset": PackDataset(documents), "batch_sampler": source}
+            documents = PackDataset(self._documents(dataset, name="train_dataset"))
+            packs = {"dataset": documents, "batch_sampler": source}
         loader: DataLoader[Any] = DataLoader(
             **packs,
             collate_fn=collator,

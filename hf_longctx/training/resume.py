@@ -107,22 +107,6 @@ def validate_resumable(trainer: Any, *, checkpoint: str | bool) -> None:
         )
 
 
-def restore_name(model: Any, saved: Any, *, source: str) -> bool:
-    """Set a model to the attention name of an earlier run; return whether that run had one.
-
-    Args:
-        model: A model whose attention name is not ours.
-        saved: Training arguments of the earlier run.
-        source (`str`): Where these come from, for the log.
-    """
-    name = getattr(saved, "longctx_attention", None)
-    if not name:
-        return False
-    logger.warning("resuming with attn_implementation=%r from %s", name, source)
-    model.set_attn_implementation(name)
-    return True
-
-
 def validate_same_data(saved: Any, arguments: Any, *, checkpoint: str | bool, stream: bool) -> None:
     """Raise if a resumed run would skip other data than the checkpoint's run trained on.
 

@@ -1,10 +1,12 @@
-"""Micro-batches that a group of ranks shares -> Trainer's steps, and what they moved.
+"""Run a Trainer's steps on micro-batches that a group of ranks shares.
 
-Layer: training. A mixin, part of `LongCtxTrainerMixin`: it ties each batch to this process's
-channel, has the ranks compare its plan, and reports balance, bytes and waiting time.
+`StepsMixin`, part of `LongCtxTrainerMixin`, ties each batch to this process's channel, has the
+ranks compare its plan, and reports balance, bytes and waiting time. Layer: training. Letters: R
+ranks of a group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +20,13 @@ from ..data.batch import KEY, LongCtxBatch
 from ..planning.layouts.cost import LayerKind
 from ..planning.layouts.levels import NeighbourLink
 from ..planning.planners.options import Auto, PlanOptions
-from ..planning.predict.scan_schedule import Sizes
+from ..planning.predict.scan_schedule import StateSizes
 from ..planning.program.counts import Widths, by_level, peak_bytes
 from ..runtime.agreement import validate_agreement
 from ..runtime.pingpong import log_unsplit
 from .checks import GuardedStep, validate_positions
 from .measurements import BY_LINK, find_link, log_choices, log_scans
-from .report import LEVEL, StepReport, summary
+from .report import LEVEL, LOGGED_KEYS, StepReport, summary
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # cooperative: the Trainer comes after it
 
@@ -36,21 +38,29 @@ class StepsMixin(_Base):
     longctx_auto: Auto | None = None
     longctx_topology: Topology | None
     longctx_link: NeighbourLink | None = None  # between neighbours, once it was measured
-    _chosen: tuple[str, ...] = ()  # by `auto`, as it was logged last
-    _scanned: frozenset[tuple[Sizes, int]] = frozenset()  # what was logged of scans
+    _logged_choices: tuple[str, ...] = ()  # algorithms that `auto` chose
+    _logged_scans: frozenset[tuple[StateSizes, int]] = frozenset()
     _report: StepReport  # since the last log
     _spanning = 0  # documents of all logged steps with tokens on several ranks
-    _logged: Tensor  # `_exchanged` at the last log
+    _exchanged_before: Tensor  # `_exchanged` at the last log
     _guarded_step: GuardedStep | None = None  # the step under way
 
     def _start_report(self) -> None:
-        """Nothing is counted so far."""
+        """Begin to count."""
         self._report = StepReport()
-        self._logged = torch.zeros(2 + self.longctx_group.size, dtype=torch.float64)
+        self._exchanged_before = torch.zeros(2 + self.longctx_group.size, dtype=torch.float64)
 
     def _bind(self, inputs: dict[str, Any], *, speeds: tuple[float, ...] = ()) -> LongCtxBatch:
-        """Tie a batch to this process and to servers of these speeds, and compare its plan across
-        the group."""
+        """Tie a batch to this process and compare its plan across the group.
+
+        Args:
+            inputs (`dict`): What the data loader gives to the model.
+            speeds (`tuple[float, ...]`, *optional*): Of each attention server, in units of a rank.
+
+        Raises:
+            ValueError: The inputs hold no batch object; a document is longer than the model's table
+                of positions; or ranks hold different data or plans.
+        """
         batch: LongCtxBatch | None = inputs.get(KEY)
         if batch is None:
             raise ValueError(
@@ -58,7 +68,7 @@ class StepsMixin(_Base):
                 "data loaders; pass documents as train_dataset and leave data_collator out"
             )
         validate_positions(batch.layout.lengths.tolist(), limit=self._position_limit)
-        if self.longctx_group.groups > 1 and batch.stream:  # a map-style set was compared whole
+        if self.longctx_group.groups > 1 and batch.stream:  # other data sets were compared whole
             self.longctx_loaders.compare_rows(batch.stream, name="the stream")
         batch.bind(self.longctx_runtime, options=replace(self.longctx_options, speeds=speeds))
         if speeds and self.args.longctx_server_memory is not None:
@@ -79,22 +89,21 @@ class StepsMixin(_Base):
                 what="the plan of a batch",
             )
             if self.args.process_index == 0:
-                self._chosen = log_choices(batch, before=self._chosen)
+                self._logged_choices = log_choices(batch, before=self._logged_choices)
         return batch
 
     def _find_link(self) -> None:
-        """Measure the link between the group's neighbours, where scans go by it; once."""
+        """Measure the link between the group's neighbours once, if state scans depend on it."""
         channel = self.longctx_runtime.channel
         recurrent = self.longctx_attention == "zeco_linear" and self.args.longctx_scan in BY_LINK
         if self.longctx_link is None and channel is not None and recurrent:
-            before = self._exchanged()
-            self.longctx_link = find_link(channel, ranks=self.longctx_group.size)
-            self._logged += self._exchanged() - before  # the log counts what steps send
+            with self._uncounted():
+                self.longctx_link = find_link(channel, ranks=self.longctx_group.size)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
-        """One micro-batch, with this process's channel bound to it."""
+        """Run one micro-batch, with this process's channel bound to it."""
         batch = self._bind(inputs, speeds=self.longctx_servers.speeds)
         kinds = [spec.kind for spec in layer_specs(self.model.config)]
         self._report.add(batch, algorithm=self.longctx_algorithm, kinds=kinds)
@@ -107,52 +116,64 @@ class StepsMixin(_Base):
         finally:
             self._guarded_step = None
         if self.args.process_index == 0:
-            self._scanned = log_scans(batch, before=self._scanned)
+            self._logged_scans = log_scans(batch, before=self._logged_scans)
         return loss
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Targets of a window over all trainers, at least 1: none at all gives loss 0, not NaN."""
+        """Count the targets of an accumulation window over all trainers."""
+        # At least 1: a window without targets gives loss 0, not NaN.
         count = super()._get_num_items_in_batch(*args, **kwargs)
         return torch.clamp(count, min=1) if isinstance(count, Tensor) else count
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; what it exchanges is not in the log of training steps."""
-        before = self._exchanged()
-        try:
+        """Evaluate, without counting what is exchanged as part of the training steps."""
+        with self._uncounted():
             return super().evaluation_loop(*args, **kwargs)
-        finally:
-            self._logged += self._exchanged() - before
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the balance, bytes and waiting time of the steps since the last log."""
-        if "loss" in logs and self._report.budget:  # tokens may be 0: a group had filler only
+        # The budget, since tokens may be 0: a group may have had only filler.
+        if "loss" in logs and self._report.budget:
             report = self._report.of_all_groups(self.accelerator, ranks=self.longctx_group.size)
             self._spanning += report.spanning
-            logs = {**logs, **report.logs(), **self._moved()}
+            added = report.logs() | self._moved()
             if self.args.longctx_overlap == "pingpong":
-                logs["longctx_halved"] = round(report.halved / report.batches, 4)
+                added["longctx_halved"] = round(report.halved / report.batches, 4)
+            assert all(k in LOGGED_KEYS or k.startswith(LEVEL) for k in added), added.keys()
+            logs = logs | added
             self._report = StepReport()
         super().log(logs, *args, **kwargs)
 
     def _exchanged(self) -> Tensor:
-        """Seconds that this rank has waited, bytes that it has sent, and how many of them to each
+        """Return the seconds this rank has waited, the bytes it has sent in all, and those to each
         rank of its group, float64 `[2 + R]`."""
         runtime, sent_to = self.longctx_runtime, self.longctx_runtime.sent_to
         to_each = [sent_to[rank] for rank in range(self.longctx_group.size)]
         figures = [runtime.account.waited, runtime.sent_bytes, *to_each]
         return torch.tensor(figures, dtype=torch.float64)
 
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Leave what is exchanged out of the log, which is about training steps."""
+        before = self._exchanged()
+        try:
+            yield
+        finally:
+            self._exchanged_before += self._exchanged() - before
+
     def _moved(self) -> dict[str, float]:
-        """Bytes sent by all trainers and the longest wait of any, since the last log; where domains
-        of ranks are nested, also the bytes that crossed each level, the outermost 0."""
-        change, self._logged = self._exchanged() - self._logged, self._exchanged()
+        """Return log entries: bytes sent by all trainers, also by the level of nested domains that
+        they crossed, and the longest wait of any rank, since the last log. A collective call."""
+        exchanged = self._exchanged()
+        change, self._exchanged_before = exchanged - self._exchanged_before, exchanged
         crossed, levels = [], self.longctx_topology and self.longctx_topology.levels
         if levels and len(levels.sizes) > 1:
             sent = dict(enumerate(change[2:].tolist()))
             over = by_level(sent, rank=self.longctx_group.rank, levels=levels)
             crossed = [over[level] for level in range(len(levels.sizes))]
         mine = torch.tensor([*change[:2].tolist(), *crossed], dtype=torch.float64)
-        mine = mine[None].to(self.accelerator.device)  # measured, so groups may differ in levels
+        mine = mine[None].to(self.accelerator.device)
+        # Levels may be measured, so groups may differ in how many they have.
         rows = self.accelerator.gather(self.accelerator.pad_across_processes(mine, dim=1))
         return {
             "longctx_bytes_moved": int(rows[:, 1].sum()),
@@ -161,12 +182,9 @@ class StepsMixin(_Base):
         }
 
     def longctx_summary(self) -> dict[str, Any]:
-        """What the run did: see `training.report.summary`."""
+        """Return what the run did; see `training.report.SUMMARY_KEYS`."""
         spanning = self._spanning + self._report.spanning
         return summary(self.state.log_history, ranks=self.longctx_group.size, spanning=spanning)
-
-
-_FIT = 0.9  # below 1, since the bytes of a server do not fall in proportion to its speed
 
 
 def limit_server_memory(
@@ -183,10 +201,12 @@ def limit_server_memory(
 
     Args:
         batch (`LongCtxBatch`): Batch with the speeds of its servers.
-        algorithm (`str`): Attention name.
+        algorithm (`str`): The algorithm that plans the layers.
         layers (`Sequence[tuple[LayerKind, Widths]]`): Kind and row sizes of each layer.
         limit (`int`): Bytes of queries, keys, values and results of one layer.
     """
+    # Below 1, since the bytes of a server fall more slowly than its speed.
+    margin = 0.9
     while True:
         speeds = batch.options.speeds
         peaks = [
@@ -196,7 +216,7 @@ def limit_server_memory(
         if not peaks or max(peaks) <= limit:
             return
         lowered = tuple(
-            speed if peak <= limit else speed * _FIT * min(limit / peak, 1.0)
+            speed if peak <= limit else speed * margin * min(limit / peak, 1.0)
             for speed, peak in zip(speeds, peaks, strict=True)
         )
         batch.bind(options=replace(batch.options, speeds=lowered))

@@ -1,11 +1,13 @@
-"""`Trainer` over batches that a group of ranks shares: a cooperative mixin and a ready class.
+"""Run a `Trainer` on batches that a group of ranks shares: a cooperative mixin and a ready class.
 
-Layer: training. The mixin builds the data loaders (documents in, packs out), binds this process's
-channel to each batch. Trainer's own loss arithmetic is exact here: every rank gives `labels` and
-`shift_labels` of different tokens, and the count is global. Steps are in `steps`, what a lost
-server makes run again in `replay`, evaluation in `evaluation`.
+The mixin checks what it is given, builds the data loaders (documents in, packs out) and decides
+what plans depend on. Steps are in `steps`, evaluation in `evaluation`, and the replay of a step
+that lost a server in `servers.replay`. Trainer's own loss arithmetic is exact here: every rank
+gives `labels` and `shift_labels` of different tokens, and the count of targets is global.
+Layer: training.
 """
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -50,19 +52,20 @@ from .loaders import Loaders
 from .measurements import find_auto, flag_options, shared_costs
 from .probe import probe, uses_all_parameters
 from .report import LongCtxCallback
-from .resume import restore_name, saved_arguments, validate_resumable, validate_same_data
+from .resume import saved_arguments, validate_resumable, validate_same_data
 from .steps import StepsMixin
+
+logger = logging.getLogger(__name__)
 
 
 class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
-    """Makes a Trainer whose loss is a sum over tokens run on shared batches.
+    """Runs a Trainer whose loss is a sum over tokens on batches that ranks share.
 
-    Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model carries
-    one of our attention names; data sets hold documents (`input_ids`, optional `labels`), not
-    batches.
+    Put it before the Trainer: `class MyTrainer(LongCtxTrainerMixin, Trainer)`. The model has one of
+    our attention names. Data sets hold documents (`input_ids`, optional `labels`), not batches.
 
     Raises:
-        ValueError: at construction, for anything that would not be exact; see `support`.
+        ValueError: At construction, for anything that would not be exact; see `support`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +78,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         validate_arguments(self.args)
         validate_given(self.model, train_dataset=self.train_dataset)
         self.longctx_group = find_group(self.args)
-        given_levels(
+        given_levels(  # raises, so that a wrong topology shows before data is read
             self.args.longctx_topology,
             ranks=self.longctx_group.size,
             ulysses_size=self.args.longctx_ulysses_size,
@@ -109,11 +112,9 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         self.add_callback(LongCtxCallback(self))
 
     def _build_accelerator_args(self, **kwargs: Any) -> Any:
-        """As Trainer's; DDP looks for unused parameters only where a model may have some.
-
-        That ends a re-entrant recompute of a PEFT model, walks through the graph of every step, and
-        warns where it finds none.
-        """
+        """Make the Accelerator's arguments; DDP searches for unused parameters only if needed."""
+        # The search breaks re-entrant checkpointing of PEFT models, walks through the graph in
+        # every step, and warns if it finds none.
         if self.args.ddp_find_unused_parameters is None and self.args.world_size > 1:
             recomputes = self.args.activation_checkpointing
             if recomputes or uses_all_parameters(self.model):
@@ -127,7 +128,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
 
     @property
     def longctx_algorithm(self) -> str:
-        """Who plans the model's softmax layers."""
+        """The algorithm that plans the model's softmax layers."""
         return LongCtxArguments.algorithm(self.args, self.longctx_attention)
 
     def _longctx_arguments(self) -> None:
@@ -140,7 +141,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             )
 
     def _adopt(self) -> None:
-        """Refuse or accept the model under its name; keep the name for a resume."""
+        """Check and prepare the model under its name, and keep the name for a resume."""
         validate_model(self.model.config, name=self.longctx_attention)
         prepare(self.model)
         validate_layer_heads(
@@ -165,7 +166,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         self.args.longctx_attention = self.longctx_attention
 
     def _check_data(self) -> None:
-        """Scan and pack the data sets now, so that what is wrong with them shows before a step."""
+        """Validate and pack the data sets now, so that their errors show before the first step."""
         self.longctx_sampler: GroupBatchSampler | PackStream | None = None
         given = self.eval_dataset
         named = (
@@ -173,7 +174,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             if isinstance(given, dict)
             else {"eval_dataset": given}
         )
-        self.longctx_loaders.compare({"train_dataset": self.train_dataset, **named})
+        self.longctx_loaders.validate_same_names({"train_dataset": self.train_dataset, **named})
         if self.train_dataset is not None:
             self.longctx_sampler = self._source(self.train_dataset, name="train_dataset")
         for name, dataset in named.items():
@@ -181,6 +182,7 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 self._source(dataset, name=name)
 
     def _source(self, dataset: Any, *, name: str) -> GroupBatchSampler | PackStream:
+        """Make the packs of a data set, and check that the model has positions for them."""
         source = self.longctx_loaders.source(
             dataset, training=name == "train_dataset", description=name
         )
@@ -191,12 +193,13 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
                 f"{name} has position_ids, but documents are numbered from 0, which a model with a "
                 "table of positions would notice; drop the column, or give seq_lengths"
             )
-        if isinstance(source, GroupBatchSampler):  # a stream's documents are checked as they come
+        if isinstance(source, GroupBatchSampler):  # of a stream, each batch is checked
             lengths = (piece.length for pack in source.packs for piece in pack)
             validate_positions(lengths, limit=self._position_limit)
         return source
 
     def _loader(self, dataset: Any, *, training: bool) -> DataLoader[Any]:
+        """Make a data loader, after what may have changed since construction is checked again."""
         if self.longctx_attention not in NAMES:
             raise ValueError(
                 f"the model runs attn_implementation={self.longctx_attention!r}; load it with one "
@@ -211,15 +214,15 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         return self.longctx_loaders.loader(dataset, training=training, options=self.longctx_options)
 
     def _find_options(self) -> PlanOptions:
-        """What plans depend on: the flags, and what the ranks of the group measure together.
+        """Return what plans depend on: flags, and what the ranks of the group measure together.
 
         Raises:
-            ValueError: where the ranks were started with other flags.
+            ValueError: The ranks were started with different flags.
         """
         name, ranks = self.longctx_attention, self.longctx_group.size
         options = flag_options(self.args, name=name, ranks=ranks, costs=self.longctx_costs)
         if (channel := self.longctx_runtime.channel) is not None:
-            # before anything is measured: flags decide whether a rank takes part in that
+            # Before anything is measured: flags decide whether a rank takes part in that.
             what = "the flags of their plans"
             validate_agreement(options.fingerprints, channel=channel, ranks=ranks, what=what)
         self._find_link()
@@ -227,35 +230,39 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         return replace(options, topology=levels, auto=self.longctx_auto, link=self.longctx_link)
 
     def _find_levels(self) -> Levels | None:
-        """The nested domains of the group's ranks, under a name that looks at them; found once."""
+        """Return the nested domains of the group's ranks if plans use them; they are found once."""
         if self.longctx_topology is None and self.longctx_algorithm in NESTED:
-            before, channel = self._exchanged(), self.longctx_runtime.channel
-            self.longctx_topology = find_topology(
-                self.args.longctx_topology,
-                ranks=self.longctx_group.size,
-                channel=channel,
-                place=own_place(self.accelerator.device),
-            )
-            validate_domains(self.longctx_topology, size=self.args.longctx_ulysses_size)
-            if isinstance(channel, GlooChannel):
-                channels, device = self.longctx_topology.levels.channels, self.accelerator.device
-                add_channels(channel, self.longctx_group, channels=channels, device=device)
-            if self.longctx_algorithm == "charm" and self.args.longctx_topology == "auto":
-                self.longctx_auto = find_auto(
-                    self.longctx_topology, channel, model=self.model, arguments=self.args
-                )
-            self._logged += self._exchanged() - before  # the log counts what steps send
+            with self._uncounted():
+                self.longctx_topology = self._find_topology()
         return self.longctx_topology.levels if self.longctx_topology else None
 
+    def _find_topology(self) -> Topology:
+        """Find the group's topology, and make the channels and measurements that it calls for."""
+        arguments, channel = self.args, self.longctx_runtime.channel
+        device = self.accelerator.device
+        topology = find_topology(
+            arguments.longctx_topology,
+            ranks=self.longctx_group.size,
+            channel=channel,
+            place=own_place(device),
+        )
+        validate_domains(topology, size=arguments.longctx_ulysses_size)
+        if isinstance(channel, GlooChannel):
+            channels = topology.levels.channels
+            add_channels(channel, self.longctx_group, channels=channels, device=device)
+        if self.longctx_algorithm == "charm" and arguments.longctx_topology == "auto":
+            self.longctx_auto = find_auto(topology, channel, model=self.model, arguments=arguments)
+        return topology
+
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Batches of this rank's group, packed anew each epoch."""
+        """Return batches of this rank's group, packed anew each epoch."""
         dataset = self.train_dataset
         if dataset is None:
             raise ValueError("training needs a train_dataset of documents")
         return self._loader(dataset, training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Batches of evaluation documents, in the same packs each time."""
+        """Return batches of evaluation documents, in the same packs each time."""
         given = self.eval_dataset
         if isinstance(eval_dataset, str):
             eval_dataset = given[eval_dataset]
@@ -265,16 +272,16 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
         return self._loader(chosen, training=False)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """As `get_eval_dataloader`."""
+        """Return batches of test documents, as `get_eval_dataloader` does."""
         return self._loader(test_dataset, training=False)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; a resumed run takes its attention name from the checkpoint's arguments.
+        """Train. A resumed run takes its attention name from the checkpoint's arguments.
 
-        Extra attention servers, if any, live as long as this call.
+        Attention servers that the trainers start live as long as this call.
 
         Raises:
-            ValueError: where a resumed run would skip other data than the checkpoint's run took;
+            ValueError: A resumed run would skip other data than the checkpoint's run trained on;
                 see `resume`.
         """
         if self.train_dataset is not None:
@@ -294,18 +301,24 @@ class LongCtxTrainerMixin(ReplayMixin, StepsMixin, EvaluationMixin):
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _forget_evaluation(self) -> None:
-        """Have a model that was only evaluated so far prepared for training as if it was new.
-
-        An evaluation before training prepares it without DDP and marks it as prepared, so that
-        Accelerate would leave it so, and ranks would train apart without a word.
-        """
-        kind = self.accelerator.distributed_type.value  # FSDP and DeepSpeed wrap at once
+        """Let Accelerate prepare a model for training that was only evaluated so far."""
+        # An evaluation before training prepares the model without DDP and marks it as prepared.
+        # Accelerate would leave it so, and ranks would train separately without a word.
+        kind = self.accelerator.distributed_type.value  # FSDP and DeepSpeed wrap in evaluation too
         if kind.startswith("MULTI_") and self.model_wrapped is self.model:
             self.model.__dict__.pop("_is_accelerate_prepared", None)
 
     def _restore_name(self, saved: Any, *, source: str) -> None:
-        """Run a model without one of our names under the one that `saved` holds, if it does."""
-        if self.longctx_attention not in NAMES and restore_name(self.model, saved, source=source):
+        """Run a model whose attention name is not ours under the name of an earlier run.
+
+        Args:
+            saved: Training arguments of that run; without a name, nothing is done.
+            source (`str`): Where these come from, for the log.
+        """
+        name = getattr(saved, "longctx_attention", None)
+        if name and self.longctx_attention not in NAMES:
+            logger.warning("resuming with attn_implementation=%r from %s", name, source)
+            self.model.set_attn_implementation(name)
             self._adopt()
 
 

@@ -27,7 +27,7 @@ from ..planning.layouts.cost import CostTable, LayerKind, max_over_mean
 from ..planning.layouts.layout import cut
 from ..planning.planners.options import PlanOptions
 from ..planning.planners.plan import make_plan
-from ..training.measurements import cost_file, save
+from ..training.measurements import cost_file, save_costs
 
 logger = logging.getLogger(__name__)
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -195,7 +195,7 @@ def compare_layouts(
     allocator = keep_pages()
     table = profile(device=device, dtype=dtype, **shape)
     path = cost_file(device=device, dtype=dtype, **shape)
-    save(table, path)
+    save_costs(table, path)
     rates = np.asarray(table.per_entry)
     report = setting(shape, processes=1, allocator=allocator, clock="CPU seconds of the process")
     report |= {"dtype": dtype, "file": str(path)}

@@ -15,11 +15,11 @@ from hf_longctx.planning.layouts.layout import cut
 from hf_longctx.planning.layouts.levels import NeighbourLink
 from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.state_scan import State
-from hf_longctx.planning.predict.scan_schedule import Sizes
+from hf_longctx.planning.predict.scan_schedule import StateSizes
 from hf_longctx.training.measurements import find_link, log_scans
 
-DELTA = Sizes(State(128, "matrix"), 32, 128)  # 2 MiB
-LIGHTNING = Sizes(State(64, "head"), 8, 64)
+DELTA = StateSizes(State(128, "matrix"), 32, 128)  # 2 MiB
+LIGHTNING = StateSizes(State(64, "head"), 8, 64)
 FAST, SLOW = NeighbourLink(1e-3, 40e9), NeighbourLink(1e-4, 1e8)
 
 
@@ -79,7 +79,7 @@ def test_ranks_over_gloo_agree_on_what_they_measured(rank_pool: Any) -> None:
 
 def test_each_kind_of_layer_and_length_of_a_chain_is_logged_once(caplog: Any) -> None:
     caplog.set_level(logging.INFO)
-    said: frozenset[tuple[Sizes, int]] = frozenset()
+    said: frozenset[tuple[StateSizes, int]] = frozenset()
     for lengths in ((64,), (64,), (24, 40), (8,) * 8):
         given = batch(SLOW, lengths=lengths)
         for sizes in (DELTA, LIGHTNING):

@@ -25,7 +25,7 @@ from hf_longctx.kernels import reference as linear_reference
 from hf_longctx.planning.layouts.layout import Layout, cut
 from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.state_scan import State, scan_program
-from hf_longctx.planning.predict.scan_schedule import Sizes
+from hf_longctx.planning.predict.scan_schedule import StateSizes
 from hf_longctx.recurrent.packed_layer import run_convolution, run_recurrence
 from hf_longctx.runtime.executor import Account, Runtime
 from hf_longctx.verify.rank_pool import RankContext
@@ -159,7 +159,7 @@ class Case:
         batch.bind(runtime)
         if self.pieces:
             decay = "matrix" if self.given.beta.shape[1] else "row"
-            sizes = Sizes(State(ROWS, decay), HEADS, self.given.v.shape[2], 8)
+            sizes = StateSizes(State(ROWS, decay), HEADS, self.given.v.shape[2], 8)
             batch.binding.programs[sizes] = scan_program(
                 self.layout, rank=rank, state=sizes.state, schedule="chain", pieces=self.pieces
             )

@@ -17,7 +17,7 @@ from hf_longctx.comm.topology import LinkRate, Topology
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.planning.layouts.cost import CostTable, LayerKind
 from hf_longctx.planning.layouts.layout import Layout, cut
-from hf_longctx.planning.layouts.levels import Levels, Link, Machine
+from hf_longctx.planning.layouts.levels import LevelLink, Levels, Machine
 from hf_longctx.planning.planners.options import Auto, PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.predict.predict import Choice, choose_plan
@@ -35,7 +35,7 @@ def one_document(rows: int = 256) -> Layout:
 
 
 def auto(*, across: float, entry_seconds: float = 1e-9) -> Auto:
-    links = (Link(across, 4.0), Link(1e9, 1.0))
+    links = (LevelLink(across, 4.0), LevelLink(1e9, 1.0))
     machine = Machine(levels=LEVELS, links=links, entry_seconds=entry_seconds)
     return Auto(itemsize=2, machine=machine)
 
@@ -86,7 +86,7 @@ def test_gradients_that_a_peer_sends_last_are_waited_for(size: int) -> None:
         LayerKind(query_width=512, key_value_width=1024, kv_heads=8, heads=8),
     )
     held = cut([1024 * levels.ranks], ranks=levels.ranks, layout="zigzag", levels=levels)
-    links = (Link(1e6, float(size)), Link(1e9, 1.0))
+    links = (LevelLink(1e6, float(size)), LevelLink(1e9, 1.0))
     machine = Machine(levels=levels, links=links, entry_seconds=1e-12)
     given = Auto(itemsize=4, machine=machine)
     choice = chosen(held, given, kind=kind, topology=levels, ulysses_size=size)
@@ -153,7 +153,7 @@ def test_all_ranks_go_by_the_slowest_one(tmp_path: Any, monkeypatch: Any, table:
     machine = found[0].machine
     assert machine is not None and found[0].itemsize == 4
     assert machine.entry_seconds == pytest.approx(2e-8 if table else 5e-8)
-    assert machine.links == (Link(4e8, 0.5), Link(2e9, 1.0))
+    assert machine.links == (LevelLink(4e8, 0.5), LevelLink(2e9, 1.0))
     assert machine.levels == Levels((2, 2))
 
 

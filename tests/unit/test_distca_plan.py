@@ -235,7 +235,6 @@ def test_work_is_conserved_and_cut_at_the_granule(
     held = cut(lengths, ranks=ranks, layout=layout)
     kind = LayerKind(window=window, query_width=2, key_value_width=1)
     made = make_plan(held, kind=kind, options=PlanOptions(tolerance=tolerance))
-    kind = LayerKind(window=window)
     total = sum(int(kind.entries(0, n, length=n)) for n in lengths)
     before, after = made.work(balanced=False), made.work(balanced=True)
     assert before.sum() == after.sum() == total

@@ -16,7 +16,7 @@ from hf_longctx.comm.channels import Hub
 from hf_longctx.data.batch import LongCtxBatch
 from hf_longctx.planning.layouts.cost import CostTable, LayerKind
 from hf_longctx.planning.layouts.layout import Layout, cut
-from hf_longctx.planning.layouts.levels import Levels, Link, Machine, NeighbourLink
+from hf_longctx.planning.layouts.levels import LevelLink, Levels, Machine, NeighbourLink
 from hf_longctx.planning.planners.options import Auto, PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.program.counts import kept_heads
@@ -25,7 +25,7 @@ from hf_longctx.runtime.agreement import validate_agreement
 
 KIND = LayerKind(query_width=8, key_value_width=8, kv_heads=4, heads=4)
 TABLE = CostTable(rows=(1, 9), keys=(1, 9), per_entry=((1e-9, 2e-9), (3e-9, 4e-9)))
-MACHINE = Machine(levels=Levels((2, 2)), links=(Link(1e6), Link(1e9)), entry_seconds=1e-9)
+MACHINE = Machine(levels=Levels((2, 2)), links=(LevelLink(1e6), LevelLink(1e9)), entry_seconds=1e-9)
 CHARM = PlanOptions(algorithm="charm")
 # Of each field options that differ in it alone, as two ranks with other flags have them.
 OTHERS: dict[str, tuple[PlanOptions, PlanOptions]] = {

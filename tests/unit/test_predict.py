@@ -5,18 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.sweep import charm_seconds, ring_seconds
 from hf_longctx.planning.layouts.cost import LayerKind
 from hf_longctx.planning.layouts.layout import Layout, cut
-from hf_longctx.planning.layouts.levels import Levels, Link, Machine
+from hf_longctx.planning.layouts.levels import LevelLink, Levels, Machine
 from hf_longctx.planning.planners import charm, ring
 from hf_longctx.planning.planners.options import PlanOptions
 from hf_longctx.planning.planners.plan import make_plan
 from hf_longctx.planning.predict.predict import (
     Seconds,
-    charm_seconds,
     choose,
     predict,
-    ring_seconds,
 )
 from hf_longctx.planning.predict.timeline import events
 from hf_longctx.planning.program.counts import Widths, sent
@@ -34,7 +33,7 @@ def setting(
     levels = Levels(sizes)
     chunk = ROWS * WIDTHS.row("kv")
     held = cut([ROWS * levels.ranks], ranks=levels.ranks, layout="zigzag")
-    links = (Link(float(chunk), lanes), Link(fast * chunk, sizes[1]))
+    links = (LevelLink(float(chunk), lanes), LevelLink(fast * chunk, sizes[1]))
     return held, Machine(levels=levels, links=links, entry_seconds=c / (ROWS**2 / 2))
 
 
@@ -92,7 +91,7 @@ def test_auto_takes_charm_on_slow_links_and_the_ring_elsewhere() -> None:
 
 def test_one_link_per_level_is_asked_for() -> None:
     with pytest.raises(ValueError, match="1 links for the levels 2x4: describe one per level"):
-        Machine(levels=Levels((2, 4)), links=(Link(1.0),), entry_seconds=1.0)
+        Machine(levels=Levels((2, 4)), links=(LevelLink(1.0),), entry_seconds=1.0)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_many_ranks_are_chosen_for_by_one(
 
     monkeypatch.setattr(ring, "program", counted)
     levels = Levels((64, 8))
-    machine = Machine(levels=levels, links=(Link(1e9), Link(1e10)), entry_seconds=1e-9)
+    machine = Machine(levels=levels, links=(LevelLink(1e9), LevelLink(1e10)), entry_seconds=1e-9)
     held = cut(lengths, ranks=512, layout="zigzag", levels=levels)
     name, _ = choose(held, machine, kind=KIND, widths=WIDTHS)
     assert name == "charm" and len(built) == 1

@@ -15,7 +15,12 @@ from hf_longctx.planning.layouts.layout import Layout, cut
 from hf_longctx.planning.layouts.levels import NeighbourLink
 from hf_longctx.planning.planners import state_scan
 from hf_longctx.planning.planners.state_scan import DECAYS, SCHEDULES, HaloArray, State
-from hf_longctx.planning.predict.scan_schedule import Sizes, chosen, cuts, longest_chain
+from hf_longctx.planning.predict.scan_schedule import (
+    StateSizes,
+    choose_schedule,
+    cuts,
+    longest_chain,
+)
 from hf_longctx.planning.program.checker import check_states, lock_step
 from hf_longctx.planning.program.counts import Widths, message_peak_bytes, peak_bytes, sent
 from hf_longctx.planning.program.message_queue import PlanError
@@ -270,19 +275,24 @@ def test_halos_come_in_one_message_unless_shards_are_shorter() -> None:
 
 
 def test_the_model_picks_by_ranks_state_and_link() -> None:
-    state = Sizes(State(128, "matrix"), 32, 128)  # 2 MiB, as the delta rule's of the notes
+    state = StateSizes(State(128, "matrix"), 32, 128)  # 2 MiB, as the delta rule's of the notes
     assert state.state_bytes == 2**21 and state.pair_bytes == 2**22
     fast = NeighbourLink(hop=2e-5, rate=40e9)
     chain, tree, gathered = (
-        chosen(state, ranks=64, link=fast, flag=flag) for flag in ("chain", "tree", "allgather")
+        choose_schedule(state, ranks=64, link=fast, flag=flag)
+        for flag in ("chain", "tree", "allgather")
     )
     assert chain.pieces == 16 and chain.seconds == pytest.approx(78 * (2e-5 + 2**17 / 40e9))
     assert tree.seconds == pytest.approx(6 * (2e-5 + 2**22 / 40e9))
     assert gathered.seconds == pytest.approx(2e-5 + 63 * 2**22 / 40e9)
-    assert chosen(state, ranks=64, link=fast) == tree
+    assert choose_schedule(state, ranks=64, link=fast) == tree
     slow = NeighbourLink(hop=1e-4, rate=1e8)
-    assert chosen(state, ranks=8, link=slow).name == "chain"
-    assert chosen(state, ranks=2, link=slow) == ("chain", 1, pytest.approx(1e-4 + 2**21 / 1e8))
+    assert choose_schedule(state, ranks=8, link=slow).name == "chain"
+    assert choose_schedule(state, ranks=2, link=slow) == (
+        "chain",
+        1,
+        pytest.approx(1e-4 + 2**21 / 1e8),
+    )
 
 
 def test_pieces_are_heads_or_columns() -> None:

@@ -1,8 +1,8 @@
-"""Sizes of nested domains -> who shares which link with whom.
+"""Describe a machine as a tree of nested domains, and say which ranks share which link.
 
-Layer: planning. A machine is a tree: nodes hold NUMA domains, which hold pairs, which hold ranks.
-Levels are named from the outside: level 0 is the slowest link. Ranks are numbered depth first, so a
-rank's coordinates are the digits of its number in mixed radix.
+Nodes hold NUMA domains, which hold pairs, which hold ranks. Levels are numbered from the outside:
+level 0 is the slowest link. Ranks are numbered depth first, so a rank's coordinates are the digits
+of its number in mixed radix. Layer: planning.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Levels:
 
     @classmethod
     def parse(cls, text: str) -> "Levels":
-        """The levels that `2x4` names. Raises `ValueError` on other words."""
+        """Return the levels that `2x4` names. Raises `ValueError` on other words."""
         words = text.split("x")
         if not all(word.isdecimal() for word in words):
             raise ValueError(
@@ -54,7 +54,7 @@ class Levels:
         return 2 * len(self.sizes)
 
     def below(self, level: int) -> int:
-        """Ranks of one member of a domain at `level`."""
+        """Count the ranks of one member of a domain at `level`."""
         return self._below[level]
 
     @cached_property
@@ -62,21 +62,22 @@ class Levels:
         return tuple(prod(self.sizes[level + 1 :]) for level in range(len(self.sizes)))
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Which member `rank` lies in, at each level."""
+        """Return which member `rank` lies in, at each level."""
         return tuple(rank // self.below(at) % size for at, size in enumerate(self.sizes))
 
     def peers(self, rank: int, level: int) -> tuple[int, ...]:
-        """The ranks of its domain that differ from `rank` at `level` alone, itself included."""
+        """Return the ranks that differ from `rank` at `level` alone, itself included."""
         step, size = self.below(level), self.sizes[level]
         first = rank - rank // step % size * step
         return tuple(range(first, first + size * step, step))
 
     def outside(self, size: int) -> "Levels":
-        """The levels of domains of `size` ranks, which are runs of ranks, each as one rank.
+        """Return the levels in which domains of `size` ranks, which are runs of ranks, are ranks.
 
         Raises:
             ValueError: where such domains do not fill those of a level.
         """
+        # Take domains away from the inside: all of the last levels, or a divisor of one.
         above, rest = list(self.sizes), size
         while above and rest > 1 and rest % above[-1] == 0:
             rest //= above.pop()
@@ -89,13 +90,13 @@ class Levels:
         return Levels((*above[:-1], above[-1] // rest) if above else (1,))
 
     def crosses(self, one: int, other: int) -> int:
-        """The outermost level whose link lies between two ranks; `len(sizes)` for the same rank."""
+        """Return the outermost level whose link is between two ranks; `len(sizes)` for one rank."""
         pairs = zip(self.coordinates(one), self.coordinates(other), strict=True)
         return next((at for at, (a, b) in enumerate(pairs) if a != b), len(self.sizes))
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LevelLink:
     """The link between the domains of one level.
 
     Args:
@@ -114,12 +115,12 @@ class Machine:
 
     Args:
         levels (`Levels`): Its nested domains.
-        links (`tuple[Link, ...]`): One per level, outermost first.
-        entry_seconds (`float`): Of one score entry of a layer, in forward.
+        links (`tuple[LevelLink, ...]`): One per level, outermost first.
+        entry_seconds (`float`): Seconds of one score entry of a layer, in forward.
     """
 
     levels: Levels
-    links: tuple[Link, ...]
+    links: tuple[LevelLink, ...]
     entry_seconds: float
 
     def __post_init__(self) -> None:
@@ -130,7 +131,7 @@ class Machine:
 
 
 class NeighbourLink(NamedTuple):
-    """What a message between neighbouring ranks takes: seconds, and bytes per second."""
+    """The link between neighbouring ranks: seconds of any message, and bytes per second."""
 
     hop: float = 5e-5
     rate: float = 1e9

@@ -88,7 +88,7 @@ class Plan:
 
     @cached_property
     def assignments(self) -> np.ndarray:
-        """What is computed where, int64 `[assignments, 8]`: fields of `Assignment` but `part`."""
+        """What is computed where, int64 `[assignments, 8]`: `Assignment` without `part`."""
         return assignments(self.layout, self.tasks, self.splits, kind=self.kind)
 
     @cached_property

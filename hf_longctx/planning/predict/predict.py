@@ -1,12 +1,10 @@
-"""Programs and described links -> predicted seconds, and the plan that `auto` picks.
+"""Predict the seconds of programs on a described machine, and choose the plan that `auto` runs.
 
-Layer: planning. One rank's program is played against a clock, as if its peers were in step: work takes
-its score entries' time, a message its bytes' time on the link of its level, after those that were
-posted there before. `ring_seconds` and `charm_seconds` are the closed forms of the same for one
-causal document in zigzag. Letters: R ranks, N domains of G ranks, M pieces.
-
-A layout and what is known of links and speed -> the plan that `auto` runs, and why. Under `charm` with a topology that was found, not given, a batch's plan is charm's
-where that is predicted to gain 5 % over the flat ring or more, and else the ring's.
+One rank's program is played against a clock, as if its peers were in step: work takes the time of
+its score entries, a message that of its bytes on the link of its level, after those that were
+posted there before. Under `charm` with a topology that was found, not given, a batch's plan is
+charm's where that is predicted to gain 5 % over the flat ring or more, and else the ring's.
+Layer: planning.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +21,11 @@ from ..planners.options import PlanOptions
 from ..planners.plan import Plan, make_plan
 from ..program.counts import Widths
 from ..program.program import Program
-from .timeline import Clock, Due, Event, events
+from .timeline import Clock, Event, ExpectedMessage, events
 
-GAIN = 0.05  # below it the flat ring is taken: predictions are no better
+GAIN = 0.05  # below it the flat ring is taken: predictions are no more accurate
 BACKWARD = 2.5  # times the work of forward, by score entry
-_AS_BUSY = 0.99  # of the most score entries
+_AS_BUSY = 0.99  # of the most score entries: a domain with so many counts as one of the busiest
 Make = Callable[[str, int], Program]
 
 
@@ -47,7 +45,7 @@ class Seconds:
 def predict(
     program: Program, machine: Machine, *, rank: int, kind: LayerKind, widths: Widths, at_once: bool
 ) -> Seconds:
-    """Seconds of one rank's program.
+    """Predict the seconds of one rank's program.
 
     Args:
         program (`Program`): The rank's program; choose a rank that waits for slow links.
@@ -74,7 +72,7 @@ def predict(
 
 
 def _post(event: Event, clock: Clock, machine: Machine, rank: int, at_once: bool) -> None:
-    """Sends leave now, or with what they relay."""
+    """Put the messages of a post on their links: now, or once what they relay has arrived."""
     begins = max(clock.now, clock.arrives.get(event.after, 0.0))
     clock.arrives[event.tag] = max(begins, clock.arrives.get(event.tag, 0.0))
     for way, peer, size in event.messages:
@@ -82,7 +80,7 @@ def _post(event: Event, clock: Clock, machine: Machine, rank: int, at_once: bool
         link = machine.links[level]
         senders = machine.levels.below(level) if at_once else 1
         sharing = max(1.0, senders / link.lanes)
-        due = Due(event.tag, (level, way), begins, size * sharing / link.rate)
+        due = ExpectedMessage(event.tag, (level, way), begins, size * sharing / link.rate)
         if way:
             clock.expect((rank - peer) % machine.levels.ranks, due)
         else:
@@ -100,12 +98,10 @@ def choose(
     make: Make | None = None,
     heads_move: bool = False,
 ) -> tuple[str, Mapping[str, Seconds]]:
-    """The algorithm that `auto` runs, and what was predicted of each.
+    """Choose between the flat ring and charm, and return what was predicted of each.
 
-    The flat ring, unless charm is predicted to gain 5 % over it or more. Builds both programs of
-    one rank: the first of the domain with most to do, which in a ring receives across the outermost
-    link. Of domains with as much it is the second, where the gradients of most chunks pass; of two
-    domains both are played.
+    It is the flat ring, unless charm is predicted to gain 5 % over it or more. Both programs are
+    built for a few ranks only; see `_representative_ranks`.
 
     Args:
         layout (`Layout`): Where the tokens lie.
@@ -118,7 +114,7 @@ def choose(
         heads_move (`bool`, *optional*, defaults to `False`): Ranks exchange heads in a ring's
             program, too, so that those of a domain send across together.
     """
-    ranks = _telling(layout, machine.levels, kind)
+    ranks = _representative_ranks(layout, machine.levels, kind)
     made: Make = make or partial(_made, layout, kind=kind, levels=machine.levels, pieces=pieces)
     found = {}
     for name in ("ring", "charm"):
@@ -142,67 +138,20 @@ def _made(
     return charm.program(layout, rank=rank, kind=kind, levels=levels, pieces=pieces)
 
 
-def _telling(layout: Layout, levels: Levels, kind: LayerKind) -> list[int]:
-    """The first ranks of the domains that are played: both of two, whose parts differ most."""
+def _representative_ranks(layout: Layout, levels: Levels, kind: LayerKind) -> list[int]:
+    """Return the ranks whose programs are played: first ranks of the busiest domains.
+
+    In a ring the first rank of a domain receives across the outermost link.
+    """
     size = levels.below(0)
-    if levels.sizes[0] == 2:
+    if levels.sizes[0] == 2:  # both: their parts differ most
         return [0, size]
     rank, _, document, start, stop = layout.columns.T
     entries = kind.entries(start, stop, length=layout.lengths[document])
     work = np.bincount(rank // size, weights=entries, minlength=levels.sizes[0])
+    # The second of equally busy domains: there the gradients of most chunks pass.
     most = np.flatnonzero(work >= _AS_BUSY * work.max())
     return [int(most[min(1, len(most) - 1)]) * size]
-
-
-def ring_seconds(*, ranks: int, c: float, tau: float, rho: float = 2.0) -> Seconds:
-    """The closed form of a flat ring, fully overlapped, whose gradients need a hop home.
-
-    Args:
-        ranks (`int`): R.
-        c (`float`): Forward seconds of a rank against one chunk.
-        tau (`float`): Seconds of a chunk's keys and values on the slow link.
-        rho (`float`, *optional*, defaults to 2): Bytes of a chunk's gradient over those of its keys
-            and values: 2 for float32 beside bf16.
-    """
-    c_b = BACKWARD * c
-    return Seconds(
-        forward=c + (ranks - 1) * max(c, tau),
-        backward=c_b + (ranks - 1) * max(c_b, (1 + rho) * tau) + rho * tau,
-    )
-
-
-def charm_seconds(
-    *,
-    domains: int,
-    ranks: int,
-    c: float,
-    tau: float,
-    lanes: float = 1.0,
-    rho: float = 2.0,
-    pieces: int = 8,
-    fast: float = 0.0,
-) -> Seconds:
-    """The closed form of charm over two levels.
-
-    Args:
-        domains (`int`): N.
-        ranks (`int`): G, ranks of one domain.
-        c, tau, rho (`float`): As for the ring.
-        lanes (`float`): Slow links of a domain that work at once, in units of the ring's one.
-        pieces (`int`): M.
-        fast (`float`): Seconds of a chunk's keys and values on the fast link.
-    """
-    everyone, c_b = domains * ranks, BACKWARD * c
-    crossing = (everyone - ranks) * tau / lanes
-    inside = (everyone - 1) * fast
-    return Seconds(
-        forward=max(everyone * c, crossing + ranks * c / pieces, c + inside),
-        backward=max(
-            everyone * c_b,
-            crossing * (1 + rho) + ranks * c_b / pieces,
-            c_b + inside * (1 + rho),
-        ),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,13 @@
-"""A layout, a state's size and a link -> the schedule of its scan, and the pieces of a chain.
+"""Choose the schedule of a state scan, and the pieces of a chain, by a link between neighbours.
 
-Layer: planning. One send takes `hop + bytes / rate` seconds; D are the bytes of a state, D' with its M,
-and P how many ranks share one document, at most: its scan takes longest.
+One send takes `hop + bytes / rate` seconds; D are the bytes of a state, D' with its M, and P how
+many ranks share one document, at most: its scan takes longest.
 
     chain       (P - 2 + K) (hop + D / (K rate))           in K pieces
     tree        ceil(log2 P) (hop + D' / rate)
     allgather   hop + (P - 1) D' / rate
+
+Layer: planning.
 """
 
 import math
@@ -18,10 +20,10 @@ from ..layouts.layout import Layout
 from ..layouts.levels import NeighbourLink
 from ..planners.state_scan import State
 
-_MOST_PIECES = 32
+_MOST_PIECES = 32  # each costs a message, and the gain of one more falls with their square
 
 
-class Sizes(NamedTuple):
+class StateSizes(NamedTuple):
     """A layer's state: heads, value columns of each, and bytes of an element."""
 
     state: State
@@ -35,18 +37,18 @@ class Sizes(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """D."""
+        """Bytes of a state, D."""
         return self.heads * self.state.rows * self.columns * self.itemsize
 
     @property
     def pair_bytes(self) -> int:
-        """D': a state and its M."""
+        """Bytes of a state and its M, D'."""
         width = self.state.rows if self.state.decay == "matrix" else 1
         return self.state_bytes + self.heads * self.state.decay_rows * width * self.itemsize
 
 
 class Schedule(NamedTuple):
-    """One of `scan.SCHEDULES`, the pieces of a chain, and the seconds that it should take."""
+    """One of `state_scan.SCHEDULES`, the pieces of a chain, and its predicted seconds."""
 
     name: str
     pieces: int
@@ -54,18 +56,18 @@ class Schedule(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scan:
+class ScanChoice:
     """What was chosen for the layers of one kind in one batch.
 
     Args:
-        sizes (`Sizes`): Of their state.
+        sizes (`StateSizes`): StateSizes of their state.
         ranks (`int`): P.
-        schedule (`Schedule`): What they take.
-        link (`NeighbourLink`): By which it was chosen.
+        schedule (`Schedule`): The schedule of their scans.
+        link (`NeighbourLink`): The link by which it was chosen.
         measured (`bool`): Whether the link was measured, not assumed.
     """
 
-    sizes: Sizes
+    sizes: StateSizes
     ranks: int
     schedule: Schedule
     link: NeighbourLink
@@ -80,7 +82,7 @@ class Scan:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What was chosen, for a report."""
+        """Return what was chosen, for a report."""
         return {
             "schedule": self.schedule.name,
             "pieces": self.schedule.pieces,
@@ -92,11 +94,13 @@ class Scan:
         }
 
 
-def chosen(sizes: Sizes, *, ranks: int, link: NeighbourLink, flag: str = "auto") -> Schedule:
-    """The fastest schedule; a chain in as many pieces as make it fastest.
+def choose_schedule(
+    sizes: StateSizes, *, ranks: int, link: NeighbourLink, flag: str = "auto"
+) -> Schedule:
+    """Choose the fastest schedule, and for a chain the pieces that make it fastest.
 
     Args:
-        sizes (`Sizes`): Of the state.
+        sizes (`StateSizes`): Of the state.
         ranks (`int`): P; see `longest_chain`.
         link (`NeighbourLink`): Between neighbours.
         flag (`str`, *optional*, defaults to `auto`): What `--longctx_scan` says.
@@ -113,13 +117,13 @@ def chosen(sizes: Sizes, *, ranks: int, link: NeighbourLink, flag: str = "auto")
 
 
 def cuts(heads: int, columns: int) -> list[int]:
-    """Into how many equal pieces a state can be cut: groups of heads, or columns of each head."""
+    """Return the numbers of equal pieces that a state can be cut into, by heads, then columns."""
     by_heads = [k for k in range(1, heads + 1) if heads % k == 0]
     by_columns = [heads * k for k in range(2, columns + 1) if columns % k == 0]
     return [k for k in (*by_heads, *by_columns) if k <= _MOST_PIECES]
 
 
 def longest_chain(layout: Layout) -> int:
-    """Ranks of the document that lies on most."""
+    """Count the ranks of the document that lies on most."""
     held = np.unique(layout.columns[:, [2, 0]], axis=0)
     return int(np.bincount(held[:, 0]).max())

@@ -1,8 +1,8 @@
-"""One direction of a program -> its exchanges in order, with sizes, and the work between them.
+"""Read a program as events with sizes, and time one rank's messages on its links.
 
-Layer: planning. Read from columns: a program of a thousand ranks has too many blocks to look at each.
-
-One rank's messages on its links -> when they pass, if its peers are in step. Nothing is known here of programs: `predict` plays one against it.
+The events of one direction are its exchanges in order, with the work between them. They are read
+from columns, as a program of a thousand ranks has too many blocks to look at each. The clock knows
+nothing of programs: `predict` plays one against it. Layer: planning.
 """
 
 from bisect import insort
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 def events(
     program: Program, *, kind: LayerKind, widths: Widths, backward: bool
 ) -> tuple[list[Event], float]:
-    """The events of one direction, and the score entries that follow the last.
+    """Return the events of one direction, and the score entries that follow the last.
 
     Args:
         program (`Program`): One rank's program.
@@ -65,7 +65,7 @@ def events(
 
 
 def _columns(program: Program, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Operations of one direction, and their blocks, which count operations from its first."""
+    """Return the operations of one direction, and their blocks, counted from its first."""
     first, end = np.searchsorted(program.ops[:, 0], (int(backward), int(backward) + 1))
     blocks = program.blocks[slice(*np.searchsorted(program.blocks[:, 0], (first, end)))]
     return program.ops[first:end], blocks - np.array([first, 0, 0, 0, 0, 0, 0, 0], np.int32)
@@ -76,8 +76,10 @@ def _tasks(code: np.ndarray) -> np.ndarray:
 
 
 def entries(program: Program, *, kind: LayerKind, backward: bool) -> np.ndarray:
-    """float64 score entries of each task of one direction, in order; of all heads, the part that it
-    attends to."""
+    """Count the score entries of each task of one direction, float64, in order.
+
+    A task of some heads counts as that part of its entries.
+    """
     ops, blocks = _columns(program, backward=backward)
     tasks = _tasks(ops[:, 2])
     if not len(tasks):
@@ -106,7 +108,7 @@ def entries(program: Program, *, kind: LayerKind, backward: bool) -> np.ndarray:
 def _messages(
     program: Program, blocks: np.ndarray, widths: Widths
 ) -> dict[int, tuple[tuple[int, int, float], ...]]:
-    """By post: (role, peer, bytes) of its messages."""
+    """Return, by post, (role, peer, bytes) of its messages."""
     if not len(blocks):
         return {}
     op, role, peer, array, start, stop, head, heads = blocks.T
@@ -124,8 +126,9 @@ def _messages(
 def _row_bytes(
     program: Program, array: np.ndarray, head: np.ndarray, heads: np.ndarray, widths: Widths
 ) -> np.ndarray:
-    """float64 `[blocks]`: bytes of a row of each block."""
+    """Return float64 `[blocks]`: bytes of a row of each block."""
     groups = int(program.head_groups[0])
+    # Blocks are many, and combinations of kind and heads few: each is sized once.
     key = (program.arrays[array, 0] * (groups + 1) + head) * (groups + 1) + heads
     _, first, of = np.unique(key, return_index=True, return_inverse=True)
     kinds = program.kinds
@@ -136,8 +139,8 @@ def _row_bytes(
     return np.asarray(each, np.float64)[of]
 
 
-class Due(NamedTuple):
-    """A message that is expected: of which exchange, over which link, since when, for how long."""
+class ExpectedMessage(NamedTuple):
+    """A message of exchange `tag`: over which link, from when on, and for how long."""
 
     tag: int
     link: tuple[int, int]
@@ -158,17 +161,19 @@ class Clock:
     taken: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
     left: dict[int, list[float]] = field(default_factory=dict)  # by distance: when sends began
     came: Counter[int] = field(default_factory=Counter)  # by distance: messages expected so far
-    due: dict[tuple[int, int], Due] = field(default_factory=dict)  # by distance and number
+    due: dict[tuple[int, int], ExpectedMessage] = field(
+        default_factory=dict
+    )  # by distance and number
 
     def send(self, distance: int, begins: float) -> None:
-        """A message to the rank so far after leaves: as one comes from the rank as far before."""
+        """Send to the rank so far after; the rank as far before does the same now."""
         times = self.left.setdefault(distance, [])
         times.append(begins)
         if due := self.due.pop((distance, len(times)), None):
             self.take(due, begins)
 
-    def expect(self, distance: int, due: Due) -> None:
-        """A message from the rank so far before."""
+    def expect(self, distance: int, due: ExpectedMessage) -> None:
+        """Expect a message from the rank so far before."""
         self.came[distance] += 1
         number, times = self.came[distance], self.left.get(distance, [])
         if number <= len(times):
@@ -176,19 +181,19 @@ class Clock:
         else:
             self.due[distance, number] = due
 
-    def take(self, due: Due, sent: float) -> None:
-        """Have an expected message come, which left at `sent`."""
+    def take(self, due: ExpectedMessage, sent: float) -> None:
+        """Let an expected message arrive, which left at `sent`."""
         passed = self.carry(due.link, max(due.begins, sent), due.seconds)
         self.arrives[due.tag] = max(self.arrives.get(due.tag, 0.0), passed)
 
     def wait(self, tag: int) -> None:
-        """Until an exchange is done."""
+        """Advance the time to when an exchange is done."""
         for key in [key for key, due in self.due.items() if due.tag == tag]:
             self.take(self.due.pop(key), 0.0)
         self.now = max(self.now, self.arrives[tag])
 
     def carry(self, link: tuple[int, int], begins: float, seconds: float) -> float:
-        """When a message that is ready at `begins` has passed: it takes the first gap."""
+        """Return when a message that is ready at `begins` has passed: it takes the first gap."""
         busy = [span for span in self.taken.get(link, []) if span[1] > self.now]
         for start, end in busy:
             if begins + seconds <= start:

@@ -134,8 +134,7 @@ class Rank:
     def run(self) -> Generator[None]:
         """Run the program; yield while an exchange that it waits for is under way."""
         posts = self.posts
-        phases = self.program.backward if self.backward else self.program.forward
-        for op in (op for phase in phases for op in phase):
+        for op in self.program.operations(backward=self.backward):
             touched = op
             if isinstance(op, Post) and op.after >= 0:
                 touched = op._replace(sends=())  # the waiting thread itself reads them

@@ -1,10 +1,8 @@
-"""Head groups of blocks -> heads of their fields, and the heads that an array keeps.
+"""Count what a program sends and holds, in bytes, and the heads that its blocks name.
 
-Layer: planning. A program counts heads in equal groups of query heads: as many as there are key/value
-heads, or more, of which several then have a key/value head in common. Letters: H query heads, K
-key/value heads.
-
-Program -> bytes per peer, rank and direction: what the executor must be found to have sent.
+The executor must be found to have sent just these bytes. A program counts heads in equal groups of
+query heads: as many as there are key/value heads, or more, several of which then have a key/value
+head in common. Layer: planning. Letters: H query heads, K key/value heads.
 """
 
 from collections import Counter
@@ -19,7 +17,7 @@ from .program import KINDS, TRANSIENT, Program, kept_with_program
 
 
 def heads_in(heads: HeadRange, *, groups: int, of: int) -> tuple[int, int]:
-    """Which heads `[first, stop)` of a field of `of` heads belong to these groups, out of `groups`.
+    """Return the heads `[first, stop)` of a field that belong to some head groups.
 
     Args:
         heads (`HeadRange`): First group, and how many; all where that is 0.
@@ -32,7 +30,7 @@ def heads_in(heads: HeadRange, *, groups: int, of: int) -> tuple[int, int]:
 
 @kept_with_program
 def kept_heads(program: Program) -> tuple[HeadRange, ...]:
-    """The groups of each array that blocks name, which is what it keeps; of a rank's own rows, all."""
+    """Return the head groups that each array keeps: those that blocks name; all of own rows."""
     array, _, _, head, heads = program.blocks[:, 3:].T
     arrays = len(program.arrays)
     first, stop = np.full(arrays, np.iinfo(np.int32).max), np.zeros(arrays, np.int32)
@@ -67,8 +65,10 @@ class Widths:
     wide_itemsize: int = 4
 
     def row(self, kind: str, *, heads: HeadRange = (0, 0), groups: int = 0) -> int:
-        """Bytes of one row of an array of `kind`, for some of its head groups, out of `groups` (0:
-        one per key/value head)."""
+        """Count the bytes of a row of an array of `kind`, for some of its head groups.
+
+        `groups` is their number altogether; 0 for one per key/value head.
+        """
         sizes = {"H": self.heads, "K": self.kv_heads, "1": 1}
         widths = {"D": self.head_dim, "V": self.value_dim, "N": self.state, "1": 1}
         total = 0
@@ -81,7 +81,7 @@ class Widths:
 
 
 def block_bytes(program: Program, block: Block, widths: Widths) -> int:
-    """Bytes of a block's rows."""
+    """Count the bytes of a block."""
     return (block.stop - block.start) * _row(program, block.array, block[3:], widths)
 
 
@@ -91,31 +91,30 @@ def _row(program: Program, array: int, heads: HeadRange, widths: Widths) -> int:
 
 
 def sent_by_channel(program: Program, widths: Widths, *, backward: bool) -> dict[int, Counter[int]]:
-    """Bytes that a rank sends over each channel that it uses, to each peer, in one direction."""
+    """Count the bytes that a rank sends in one direction, by channel and peer."""
     total: dict[int, Counter[int]] = {}
-    for phase in program.backward if backward else program.forward:
-        for op in phase:
-            if isinstance(op, Post):
-                for peer, blocks in op.sends:
-                    size = sum(block_bytes(program, b, widths) for b in blocks)
-                    total.setdefault(op.channel, Counter())[peer] += size
+    for op in program.operations(backward=backward):
+        if isinstance(op, Post):
+            for peer, blocks in op.sends:
+                size = sum(block_bytes(program, b, widths) for b in blocks)
+                total.setdefault(op.channel, Counter())[peer] += size
     return total
 
 
 def sent(program: Program, widths: Widths, *, backward: bool) -> Counter[int]:
-    """Bytes that a rank sends to each peer in one direction of one layer."""
+    """Count the bytes that a rank sends in one direction, by peer."""
     return sum(sent_by_channel(program, widths, backward=backward).values(), Counter())
 
 
 def sent_by_level(
     program: Program, widths: Widths, *, rank: int, levels: Levels, backward: bool
 ) -> Counter[int]:
-    """Bytes that a rank sends over the link of each level, the outermost 0, in one direction."""
+    """Count the bytes that a rank sends in one direction, by level; the outermost is 0."""
     return by_level(sent(program, widths, backward=backward), rank=rank, levels=levels)
 
 
 def by_level(sent: Mapping[int, int], *, rank: int, levels: Levels) -> Counter[int]:
-    """Bytes that a rank sends to each peer -> over the link of each level, the outermost 0."""
+    """Sum the bytes that a rank sends to each peer by the level whose link they cross."""
     total: Counter[int] = Counter()
     for peer, size in sent.items():
         total[levels.crosses(rank, peer)] += size
@@ -123,34 +122,31 @@ def by_level(sent: Mapping[int, int], *, rank: int, levels: Levels) -> Counter[i
 
 
 def sent_in_layer(program: Program, widths: Widths) -> int:
-    """Bytes that a rank sends in the forward and backward of one layer."""
+    """Count the bytes that a rank sends in the forward and backward of one layer."""
     return sum(sum(sent(program, widths, backward=b).values()) for b in (False, True))
 
 
 @kept_with_program
 def lifetimes(program: Program, *, backward: bool) -> dict[int, tuple[int, int]]:
-    """First and last operation (counted over the direction's phases) that touches each array.
+    """Return the first and last operation of a direction that touches each array.
 
     A post copies what it sends; only what it receives is touched again by its wait. A relay copies
     what it sends before the exchange that it passes on is waited for.
     """
     spans: dict[int, tuple[int, int]] = {}
     posted: dict[int, Post] = {}
-    number = 0
-    for phase in program.backward if backward else program.forward:
-        for op in phase:
-            if isinstance(op, Post):
-                posted[op.tag] = op._replace(sends=())
-            touched = blocks_of(posted[op.tag] if isinstance(op, Wait) else op)
-            for block in touched:
-                first, _ = spans.get(block.array, (number, number))
-                spans[block.array] = (first, number)
-            number += 1
+    for number, op in enumerate(program.operations(backward=backward)):
+        if isinstance(op, Post):
+            posted[op.tag] = op._replace(sends=())
+        # A wait touches what its exchange receives.
+        for block in blocks_of(posted[op.tag] if isinstance(op, Wait) else op):
+            first, _ = spans.get(block.array, (number, number))
+            spans[block.array] = (first, number)
     return spans
 
 
 def peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
-    """Largest sum of live transient arrays (all but the rank's own rows) in one direction."""
+    """Return the largest sum of live transient arrays in one direction, in bytes."""
     changes: Counter[int] = Counter()
     kept = kept_heads(program)
     for array, (first, last) in lifetimes(program, backward=backward).items():
@@ -166,18 +162,17 @@ def peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
 
 
 def message_peak_bytes(program: Program, widths: Widths, *, backward: bool) -> int:
-    """Largest sum of the messages of exchanges that are posted and not waited for, both ways.
+    """Return the largest sum of messages posted and not waited for, both ways, in bytes.
 
     What a post sends to several peers is one message.
     """
     posted: dict[int, int] = {}
     peak = 0
-    for phase in program.backward if backward else program.forward:
-        for op in phase:
-            if isinstance(op, Post):
-                made = [*{blocks for _, blocks in op.sends}, *(blocks for _, blocks in op.recvs)]
-                posted[op.tag] = sum(block_bytes(program, b, widths) for m in made for b in m)
-                peak = max(peak, sum(posted.values()))
-            elif isinstance(op, Wait):
-                del posted[op.tag]
+    for op in program.operations(backward=backward):
+        if isinstance(op, Post):
+            made = [*{blocks for _, blocks in op.sends}, *(blocks for _, blocks in op.recvs)]
+            posted[op.tag] = sum(block_bytes(program, b, widths) for m in made for b in m)
+            peak = max(peak, sum(posted.values()))
+        elif isinstance(op, Wait):
+            del posted[op.tag]
     return peak

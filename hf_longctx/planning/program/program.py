@@ -1,21 +1,22 @@
-"""One rank's part of a plan: phases of frozen operations over named blocks, kept as int32 columns.
+"""Hold one rank's part of a plan as data: phases of operations over named blocks.
 
-Layer: planning. A program names *arrays* (rows of one kind), says which tokens their rows hold, and
-lists forward and backward phases of operations on *blocks* of them. One phase is one autograd node.
-The executor, the checker and the byte counter read the same program.
+A program names *arrays* (rows of one kind), says which tokens their rows hold, and lists forward
+and backward phases of operations on *blocks* of them. One phase is one autograd node. The executor,
+the checker, the counters and the predictor read the same program. It is kept as int32 columns, of
+which objects are views, and travels to servers as one run of int32 with a hash by which both ends
+know it.
 
-Letters: T rows, H query heads, K key/value heads, D head size, V value head size.
-
-A program <-> one run of int32 that can travel, and the hash by which both ends know it.
+Layer: planning. Letters: T rows, H query heads, K key/value heads, D head size, V value head size.
 """
 
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property, wraps
+from itertools import chain
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -24,8 +25,11 @@ from .operations import Block, Op, Phases, Table, decode
 
 
 class Field(NamedTuple):
-    """One tensor of an array: `[rows, heads, width]`, in the model's dtype or a wide one (float32
-    or wider). `heads` is H, K or 1; `width` is D, V, 1 or N (rows of a state)."""
+    """One tensor of an array, `[rows, heads, width]`.
+
+    `heads` is H, K or 1; `width` is D, V, 1 or N (rows of a state). `wide` fields are float32 or
+    wider, others of the model's dtype.
+    """
 
     name: str
     heads: str
@@ -131,8 +135,8 @@ class Program:
     ) -> "Program":
         """Encode operations as columns.
 
-        Operations are read once, forward before backward, and `arrays` and `held`, rows or tables
-        of rows, after them.
+        Operations are read once, forward before backward. `arrays` and `held` (rows, or tables of
+        rows) are read after them, as reading operations may add arrays.
         """
         kinds, table = list(KINDS), Table()
         for direction, phases in enumerate((forward, backward)):
@@ -161,14 +165,14 @@ class Program:
 
     @cached_property
     def runs(self) -> dict[int, tuple[Held, ...]]:
-        """What each array's rows hold, by row."""
+        """What the rows of each array hold, by row."""
         runs: dict[int, list[Held]] = {a: [] for a in range(len(self.arrays))}
         for row in self.held.tolist():
             runs[row[0]].append(Held(*row))
         return {a: tuple(sorted(held, key=lambda h: h.row)) for a, held in runs.items()}
 
     def tokens(self, block: Block) -> tuple[tuple[int, int, int], ...]:
-        """The `(document, start, stop)` that a block's rows hold, in row order."""
+        """Return the `(document, start, stop)` that a block's rows hold, in row order."""
         runs, found = self.runs[block.array], []
         first = bisect_right(runs, block.start, key=lambda run: run.row) - 1
         for run in runs[max(first, 0) :]:
@@ -181,8 +185,11 @@ class Program:
         return tuple(found)
 
     def task(self, block: Block) -> tuple[int, int, int]:
-        """The `(document, start, stop)` that a task takes a block's rows for: tokens in a row up to
-        the last. The rows before its run may hold others of its document, all of them seen."""
+        """Return the `(document, start, stop)` that a task takes a block's rows for.
+
+        These are consecutive tokens that end with the block's last one. The rows before the last
+        run may hold other tokens of the document, if the mask hides none of them.
+        """
         document, _, stop = self.tokens(block)[-1]
         return document, stop - (block.stop - block.start), stop
 
@@ -207,8 +214,12 @@ class Program:
                 phases[row[1]].append(decode(row[2:], of_code))
         return tuple(map(tuple, phases))
 
+    def operations(self, *, backward: bool) -> Iterator[Op]:
+        """Yield the operations of all phases of one direction."""
+        return chain.from_iterable(self.backward if backward else self.forward)
+
     def relayed(self, *, backward: bool) -> frozenset[int]:
-        """Tags of the exchanges of one direction that relays pass on."""
+        """Return the tags of the exchanges of one direction that relays pass on."""
         after = self.ops[self.ops[:, 0] == int(backward), 4]
         return frozenset(after[after >= 0].tolist())
 
@@ -218,12 +229,12 @@ class Program:
         return {}
 
     def to_json(self) -> dict[str, list[Any]]:
-        """A plain form that can be kept, diffed and read back."""
+        """Return a plain form that can be kept, compared and read back."""
         return {name: getattr(self, name).tolist() for name in _COLUMN_WIDTHS}
 
     @classmethod
     def from_json(cls, kept: dict[str, list[Any]]) -> "Program":
-        """The program that `to_json` wrote."""
+        """Read the program that `to_json` wrote."""
         return cls(*(_columns(kept[name], width) for name, width in _COLUMN_WIDTHS.items()))
 
     def __str__(self) -> str:
@@ -237,7 +248,7 @@ _T = TypeVar("_T")
 def kept_with_program(
     function: Callable[Concatenate[Program, _P], _T],
 ) -> Callable[Concatenate[Program, _P], _T]:
-    """Memoise a pure function of a program on the program itself, so that both are freed at once."""
+    """Memoise a pure function of a program on the program, so that both are freed at once."""
 
     @wraps(function)
     def memoised(program: Program, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -256,15 +267,15 @@ _COLUMN_WIDTHS = {"arrays": 2, "held": 5, "ops": 6, "blocks": 8, "phases": 0, "h
 def _columns(rows: Sequence[Any], width: int) -> np.ndarray:
     tables = len(rows) and isinstance(rows[0], np.ndarray)
     columns = np.asarray(np.concatenate(rows) if tables else rows, np.int32)
-    return columns.reshape(len(columns), width) if width else columns  # others are refused
+    return columns.reshape(len(columns), width) if width else columns  # raises on another width
 
 
-FORMAT = 2  # of a program's columns and what they mean: a server of another format is turned away
+FORMAT = 2  # of the columns and their meaning: a server of another format is not admitted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WireProgram:
-    """A program as it travels.
+    """A program as it is sent to a server.
 
     Args:
         columns (`np.ndarray`): int32: rows and width of each column (0 for one without), then all.
@@ -279,7 +290,7 @@ class WireProgram:
 
 @kept_with_program
 def pack(program: Program) -> WireProgram:
-    """The form that travels."""
+    """Encode a program for the wire."""
     columns = [np.asarray(getattr(program, f.name), np.int32) for f in fields(program)]
     shapes = [(len(c), c.shape[1] if c.ndim > 1 else 0) for c in columns]
     run = np.concatenate([np.ravel(shapes).astype(np.int32), *map(np.ravel, columns)])
@@ -289,7 +300,7 @@ def pack(program: Program) -> WireProgram:
 
 
 def unpack(columns: np.ndarray) -> Program:
-    """The program that `WireProgram.columns` hold."""
+    """Decode the program that `WireProgram.columns` hold."""
     names = fields(Program)
     shapes = columns[: 2 * len(names)].reshape(-1, 2)
     sizes = shapes[:, 0] * np.maximum(shapes[:, 1], 1)
