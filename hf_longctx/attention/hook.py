@@ -26,10 +26,8 @@ from ..runtime.executor import Runtime
 from ..runtime.requests import send_requests
 from ..support import recurrent_family, validate_call
 from .boundaries import local_documents, validate_padding
-from .masks import Bidirectional, SlidingWindow, dense
+from .masks import LayerMask, dense
 from .spec import AttentionSpec, validate_spec
-
-Mask = SlidingWindow | Bidirectional | None
 
 
 def run(
@@ -38,7 +36,7 @@ def run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Mask,
+    attention_mask: Tensor | LayerMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -65,19 +63,24 @@ def run(
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")  # rotary leaves queries and keys in float32
         query, key, value = query.to(low), key.to(low), value.to(low)
-    causal = not isinstance(attention_mask, Bidirectional)
-    dense_mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    asked = None if dense_mask is not None else causal  # a dense mask holds causality and window
     tensors = {"query": query, "key": key, "value": value}
-    validate_call(module, **tensors, dropout=dropout, causal=asked, arguments=kwargs)
+    dense_mask, causal, mask = None, None, LayerMask()
+    if isinstance(attention_mask, Tensor):
+        dense_mask = attention_mask  # it holds causality and window itself
+    else:
+        mask = attention_mask or mask
+        causal = mask.causal
+    validate_call(module, **tensors, dropout=dropout, causal=causal, arguments=kwargs)
+    if dense_mask is None:
+        _validate_window(mask, kwargs.get("sliding_window"))
     sinks: Tensor | None = kwargs.get("s_aux")
     spec = AttentionSpec(
         heads=query.shape[1],
         kv_heads=key.shape[1],
         head_dim=query.shape[3],
         value_dim=value.shape[3],
-        window=_window(attention_mask, kwargs.get("sliding_window")),
-        causal=causal,
+        window=mask.window,
+        causal=mask.causal,
         softcap=float(kwargs.get("softcap") or 0.0),
         sinks=sinks is not None,
     )
@@ -92,7 +95,7 @@ def run(
         lengths = _local_lengths(query, key, kwargs)
         if lengths != (query.shape[2],) * len(query):  # packed: documents are not the rows
             _validate_prepared(module)
-        program = local_plan(lengths, spec.window, causal=causal).program(0)
+        program = local_plan(lengths, spec.window, causal=spec.causal).program(0)
         layer = Layer(program, None, spec.scoring(scale), Runtime().account)
         out = attend(layer, *rows, sinks=sinks)[0]
     else:
@@ -102,18 +105,14 @@ def run(
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def _window(mask: Tensor | Mask, sliding_window: int | None) -> int:
-    """The window that the mask and the layer's argument agree on; 0 for none."""
-    if isinstance(mask, Tensor):
-        return 0
-    masked = mask.window or None if isinstance(mask, Bidirectional) else mask and mask.size
+def _validate_window(mask: LayerMask, sliding_window: int | None) -> None:
     # a layer that asks for a window its mask does not carry would silently see everything
+    masked = mask.window or None
     if sliding_window is not None and masked != sliding_window:
         raise ValueError(
             f"sliding_window={sliding_window} of the layer and window {masked} of its mask differ; "
             "hf_longctx needs both to be the same"
         )
-    return masked or 0
 
 
 def _validate_mask(batch: LongCtxBatch | None, kwargs: dict[str, Any], mask: Tensor) -> None:

@@ -21,24 +21,22 @@ from ..kernels.softmax import Scoring
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingWindow:
-    """Stand for the causal mask of a layer whose rows see `size` keys, themselves included."""
+class LayerMask:
+    """Stand for the mask of a layer whose rows see what their document and a window allow.
 
-    size: int
+    Args:
+        window (`int`, *optional*, defaults to 0): Keys that a row sees, itself included, on either
+            side where it is not causal; 0 for all.
+        causal (`bool`, *optional*, defaults to `True`): Rows see no later key.
+    """
+
+    # Transformers bounds the distance of bidirectional layers by `sliding_window`: a key at that
+    # distance is seen in most families, so that `window` is one more, but not in Gemma 3
+    window: int = 0
+    causal: bool = True
     # `generate` asks for masks ahead of a forward and hands them back as the model's
     # `attention_mask`, whose number of axes Transformers looks at
     ndim: ClassVar[int] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Bidirectional:
-    """Stand for the mask of a layer whose rows see `window` keys on either side, themselves
-    included; 0 for all keys."""
-
-    # Transformers bounds the distance of such layers by `sliding_window`: a key at that distance is
-    # seen in most families, so that `window` is one more, but not in Gemma 3
-    window: int = 0
-    ndim: ClassVar[int] = 0  # as in `SlidingWindow`
 
 
 def attention_mask(
@@ -48,12 +46,12 @@ def attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | SlidingWindow | Bidirectional | None = None,
+    attention_mask: Tensor | LayerMask | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: Any = None,
     **kwargs: Any,
-) -> Tensor | SlidingWindow | Bidirectional | None:
+) -> Tensor | LayerMask | None:
     """Make the mask of one kind of layer, as Transformers calls it under our names.
 
     Args:
@@ -66,7 +64,7 @@ def attention_mask(
         config (*optional*): The model's.
 
     Returns:
-        `None` (causal), a `SlidingWindow`, a `Bidirectional`, or a bool mask
+        `None` (causal without a window), a `LayerMask`, or a bool mask
         `[batch, 1, q_length, kv_length]`.
 
     Raises:
@@ -87,7 +85,7 @@ def attention_mask(
             f"attention_chunk_size={chunk}: chunked layers are not computed by hf_longctx yet; "
             "load the model with attn_implementation='sdpa'"
         )
-    if isinstance(attention_mask, SlidingWindow | Bidirectional):
+    if isinstance(attention_mask, LayerMask):
         attention_mask = None  # made by an earlier call, which found no padding
     # a mask of ones hides nothing, so that packed batches may come with one
     padded = attention_mask is not None and not bool(attention_mask.all())
@@ -110,7 +108,7 @@ def attention_mask(
     if bidirectional and mask_function is not None:
         return _bidirectional(mask_function, q_length, device, local_size, overlaid=overlaid)
     _validate_causal(mask_function, q_length, device)
-    return None if local_size is None else SlidingWindow(local_size)
+    return None if local_size is None else LayerMask(local_size)
 
 
 def _sees(function: Callable[..., Tensor], rows: Tensor, keys: Tensor) -> Tensor:
@@ -140,7 +138,7 @@ def _bidirectional(
     local_size: int | None,
     *,
     overlaid: bool,
-) -> Bidirectional:
+) -> LayerMask:
     """Ask the mask function whether neighbours see each other, and how far a window reaches."""
 
     def pairs(distance: int) -> tuple[Tensor, Tensor]:
@@ -156,7 +154,7 @@ def _bidirectional(
             "this model's bidirectional mask differs between the two sides of a token, or from its "
             "window, which hf_longctx does not compute; load it with attn_implementation='sdpa'"
         )
-    return Bidirectional() if local_size is None else Bidirectional(local_size + inclusive)
+    return LayerMask(0 if local_size is None else local_size + inclusive, causal=False)
 
 
 def dense(

@@ -158,9 +158,13 @@ class LongCtxBatch:
                 comes or goes; kept as they are without.
         """
         for batch in (self, *self.halves):
-            batch.binding.runtime = runtime or batch.binding.runtime
-            batch.options = options or batch.options
-            batch.binding.layers.clear()  # they hold the runtime and the plans of before
+            binding = batch.binding
+            binding.runtime = runtime or binding.runtime
+            if options is not None and options != batch.options:
+                batch.options = options
+                for kept in (binding.choices, binding.scans, binding.programs):
+                    kept.clear()  # plans are kept by their options, these are not
+            binding.layers.clear()  # they hold the runtime and the plans of before
 
     def plan(self, algorithm: str, kind: LayerKind) -> Plan:
         """The plan for layers of one kind; made on first use, the same on every rank.

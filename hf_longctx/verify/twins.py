@@ -26,7 +26,7 @@ from transformers import (
     AutoModelForMaskedLM,
 )
 
-from ..attention.masks import Bidirectional, SlidingWindow, attention_mask
+from ..attention.masks import LayerMask, attention_mask
 from ..kernels.reference import attention
 from ..support import FLA_FAMILIES
 from .check import validate_layers
@@ -50,15 +50,13 @@ def reference_attention(
     """Compute naive attention of one document: `[1, H, S, D]` to `[1, S, H, D]`."""
     rows = [t[0].transpose(0, 1) for t in (query, key, value)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = mask.size if isinstance(mask, SlidingWindow) else 0
-    if isinstance(mask, Bidirectional):
-        window = mask.window
+    seen = mask if isinstance(mask, LayerMask) else LayerMask()
     out = attention(
         *rows,
         lengths=[query.shape[2]],
         scale=scale,
-        window=window,
-        causal=not isinstance(mask, Bidirectional),
+        window=seen.window,
+        causal=seen.causal,
         softcap=kwargs.get("softcap") or 0.0,
         sinks=kwargs.get("s_aux"),
     )

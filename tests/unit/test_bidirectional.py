@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from hf_longctx.attention import hook
-from hf_longctx.attention.masks import Bidirectional, attention_mask
+from hf_longctx.attention.masks import LayerMask, attention_mask
 from hf_longctx.attention.spec import layer_specs
 from hf_longctx.comm.channels import Hub
 from hf_longctx.data.batch import KEY, Binding, LongCtxBatch
@@ -94,9 +94,9 @@ def asked(create: Any, *, tokens: int, window: int | None = None, **given: Any) 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 9, 40])
 def test_windows_of_encoders_hold_their_bound(tokens: int) -> None:
-    assert asked(create_bidirectional_mask, tokens=tokens) == Bidirectional()
+    assert asked(create_bidirectional_mask, tokens=tokens) == LayerMask(causal=False)
     found = asked(create_bidirectional_sliding_window_mask, tokens=tokens, window=8)
-    assert found == Bidirectional(9)
+    assert found == LayerMask(9, causal=False)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (5,), (9, 12), (30, 1, 9)])
@@ -108,7 +108,7 @@ def test_windows_of_overlaid_masks_leave_it_out(lengths: tuple[int, ...]) -> Non
     found = asked(
         create_sliding_window_causal_mask, tokens=sum(lengths), window=8, overlaid=True, **given
     )
-    assert found == Bidirectional(8)
+    assert found == LayerMask(8, causal=False)
     with pytest.raises(ValueError, match="overlays the causal mask"):
         asked(create_sliding_window_causal_mask, tokens=sum(lengths), window=8, **given)
 
@@ -202,7 +202,7 @@ def test_causal_and_bidirectional_layers_of_one_batch(name):
                 name,
                 SimpleNamespace(is_causal=causal, training=False, layer_idx=layer),
                 *(x[own].transpose(0, 1)[None] for x in rows),
-                None if causal else Bidirectional(window),
+                None if causal else LayerMask(window, causal=False),
                 longctx_batch=batch,
             )[0][0]
             for layer, (causal, window) in enumerate(((True, 0), (False, 0), (False, 9)))

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from hf_longctx import LongCtxTrainingArguments
 from hf_longctx.attention import hook
-from hf_longctx.attention.masks import Bidirectional, SlidingWindow, attention_mask
+from hf_longctx.attention.masks import LayerMask, attention_mask
 from hf_longctx.attention.registration import FUNCTIONS, register
 from hf_longctx.data.batch import KEY, LongCtxBatch
 from hf_longctx.planning.layouts.layout import cut
@@ -50,9 +50,9 @@ def test_what_is_refused_below_runs_without_the_refused_value():
     allowed = {"position_ids": positions(6), "use_cache": False, "seq_idx": None, "dropout": 0.0}
     assert call(**allowed)[0].shape == (1, 6, 4, 8)
     assert call(mask=DENSE)[0].shape == (1, 6, 4, 8)
-    assert call(mask=SlidingWindow(4), sliding_window=4)[0].shape == (1, 6, 4, 8)
-    assert call(mask=Bidirectional(), causal=False)[0].shape == (1, 6, 4, 8)
-    assert call(mask=Bidirectional(), is_causal=False)[0].shape == (1, 6, 4, 8)
+    assert call(mask=LayerMask(4), sliding_window=4)[0].shape == (1, 6, 4, 8)
+    assert call(mask=LayerMask(causal=False), causal=False)[0].shape == (1, 6, 4, 8)
+    assert call(mask=LayerMask(causal=False), is_causal=False)[0].shape == (1, 6, 4, 8)
     assert call(longctx_batch=batch(4, 2))[0].shape == (1, 6, 4, 8)
     assert call(position_bias=None)[0].shape == (1, 6, 4, 8)
 
@@ -69,14 +69,17 @@ def test_what_is_refused_below_runs_without_the_refused_value():
         ({"dropout": 0.1}, "dropout=0.1 is refused; set attention_dropout=0.0"),
         ({"is_causal": False}, "has is_causal=False but a causal mask, or none"),
         ({"causal": False}, "has is_causal=False but a causal mask, or none"),
-        ({"mask": Bidirectional()}, "has is_causal=True but a bidirectional mask"),
-        ({"mask": Bidirectional(5), "causal": False, "sliding_window": 4}, "window 5 of its mask"),
+        ({"mask": LayerMask(causal=False)}, "has is_causal=True but a bidirectional mask"),
+        (
+            {"mask": LayerMask(5, causal=False), "causal": False, "sliding_window": 4},
+            "window 5 of its mask",
+        ),
         ({"output_attentions": True}, "use attn_implementation='eager'"),
         ({"mask": DENSE, "longctx_batch": batch(6)}, "a padded batch was handed to a packed path"),
         ({"mask": DENSE, "cu_seq_lens_q": BOUNDS}, "a padded batch was handed to a packed path"),
         ({"mask": DENSE, "position_ids": positions(4, 2)}, "restart between unpadded tokens"),
         ({"sliding_window": 4}, "sliding_window=4 of the layer and window None of its mask"),
-        ({"sliding_window": 4, "mask": SlidingWindow(5)}, "window 5 of its mask differ"),
+        ({"sliding_window": 4, "mask": LayerMask(5)}, "window 5 of its mask differ"),
         ({"longctx_batch": batch(6, 6, ranks=2)}, "cut over 2 ranks reached attention without"),
         ({"longctx_batch": batch(4, 2), "position_ids": positions(6)}, "not the positions that"),
         ({"longctx_batch": batch(7)}, "describes 7 tokens of rank 0, but the model attends 6"),
@@ -118,7 +121,7 @@ def test_overlaid_masks_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         attention_mask(1, 6, 6, **given)
     assert attention_mask(1, 6, 6, mask_function=causal) is None
-    assert attention_mask(1, 6, 6, mask_function=causal, local_size=4) == SlidingWindow(4)
+    assert attention_mask(1, 6, 6, mask_function=causal, local_size=4) == LayerMask(4)
 
 
 @pytest.mark.parametrize("name", SOFTMAX_NAMES)
