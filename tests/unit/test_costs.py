@@ -90,7 +90,7 @@ def test_seconds_are_balanced_where_entries_mislead() -> None:
     by_entries = make_plan(layout, kind=KIND, options=PlanOptions())
     by_seconds = make_plan(layout, kind=KIND, options=PlanOptions(costs=TABLE))
     check(by_seconds)
-    same_tasks = replace(by_entries, costs=TABLE)
+    same_tasks = replace(by_entries, options=PlanOptions(costs=TABLE))
     assert by_seconds.attention_max_over_mean() <= 1.05 < same_tasks.attention_max_over_mean()
     assert len({by_entries.digest, by_seconds.digest, same_tasks.digest}) == 3
 
