@@ -234,12 +234,40 @@ def test_figures_name_their_command() -> None:
 
 def test_architecture_names_every_package() -> None:
     package = ROOT / "hf_longctx"
-    if not (package / "planning").is_dir():
-        pytest.skip("the page describes the packages of 0.2.0")
     text = (DOCS / "internals" / "architecture.md").read_text()
     folders = {path.parent.relative_to(package) for path in package.rglob("__init__.py")}
     missing = [str(folder) for folder in sorted(folders) if f"`{folder}/`" not in text]
     assert not [name for name in missing if name not in (".", "planning", "cli")], missing
+
+
+def test_glossary_names_classes_that_exist_in_the_files_it_says() -> None:
+    package = ROOT / "hf_longctx"
+    glossary = (DOCS / "internals" / "glossary.md").read_text()
+    types, files = glossary.split("## Types", 1)[1].split("## Files", 1)
+    rows = re.findall(r"^\| (`[A-Z].*?) \| (`.*?) \|", types, re.M)
+    assert len(rows) > 50, rows
+    missing = []
+    for names, places in rows:
+        sources = "".join((package / place).read_text() for place in re.findall("`(.*?)`", places))
+        missing += [
+            f"{name} in {places}"
+            for name in re.findall("`(.*?)`", names)
+            if not re.search(rf"^class {name}\b", sources, re.M)
+        ]
+    assert not missing, missing
+    classes = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.M)
+    }
+    mentioned = set(re.findall(r"`((?:[A-Z][a-z0-9]+){2,})`", glossary))
+    assert mentioned <= classes, mentioned - classes
+    gone = [
+        place
+        for place in re.findall(r"`(\w+/[\w/]+\.py)`", files)
+        if not (package / place).exists()
+    ]
+    assert not gone, gone
 
 
 def test_diagrams_are_there_and_say_what_they_show() -> None:
