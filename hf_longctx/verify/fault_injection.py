@@ -228,8 +228,7 @@ def _train(trial: Trial, folder: Path, *, disturbed: bool) -> tuple[dict[str, An
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **{RECOMPUTE: trial.checkpointing},
-        **trial.flags,
+        **(trial.flags | {RECOMPUTE: trial.checkpointing}),
     )
     model = build(trial.model, name=trial.name, dtype=torch.float32)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
