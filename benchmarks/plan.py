@@ -60,7 +60,7 @@ def figures(
     Args:
         lengths (`Sequence[int]`): Tokens of each document.
         ranks (`int`): Ranks of the group.
-        layout (`str`, *optional*, defaults to `"spread"`): See `plan.layout.cut`.
+        layout (`str`, *optional*, defaults to `"spread"`): See `layouts.layout.cut`.
         servers (`int`, *optional*, defaults to 0): Extra servers, as fast as a rank.
     """
     started = time.process_time()
@@ -70,7 +70,7 @@ def figures(
     plan.program(ranks - 1)
     built = time.process_time()
     moved = traffic(
-        held, plan.tasks, kind=KIND, loans=plan.splits, processes=plan.processes
+        held, plan.tasks, kind=KIND, splits=plan.splits, processes=plan.processes
     ).elements(KIND)
     gathered = sum(lengths) * (ranks - 1) / ranks * KIND.key_value_width
     document, start, stop = plan.tasks[:, :3].T

@@ -50,7 +50,7 @@ def traffic(
     tasks: np.ndarray,
     *,
     kind: LayerKind,
-    loans: np.ndarray = NO_SPLITS,
+    splits: np.ndarray = NO_SPLITS,
     processes: int | None = None,
 ) -> Traffic:
     """Count what a plan moves.
@@ -59,7 +59,7 @@ def traffic(
         layout (`Layout`): Where the tokens lie.
         tasks (`np.ndarray`): int32 `[tasks, 5]`, the fields of `Task`.
         kind (`LayerKind`): What rows see.
-        loans (`np.ndarray`, *optional*): int32 `[splits, 4]`, the fields of `KeySplit`.
+        splits (`np.ndarray`, *optional*): int32 `[splits, 4]`, the fields of `KeySplit`.
         processes (`int`, *optional*): Ranks and extra servers; the ranks alone by default.
     """
     # Tokens are numbered through all documents, laid end to end.
@@ -71,7 +71,7 @@ def traffic(
     end = np.append(begin[1:], first[-1])
 
     document, start, stop, home, server, low, high, split = assignments(
-        layout, tasks, loans, kind=kind
+        layout, tasks, splits, kind=kind
     ).T
     low, high = first[document] + low, first[document] + high
     holder = np.searchsorted(begin, low, side="right") - 1

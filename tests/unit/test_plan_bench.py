@@ -53,7 +53,7 @@ def test_traffic_is_what_the_programs_send(
         for peer, blocks in (message for post in posts for message in post.sends):
             size = sum((b.stop - b.start) * ROW[program.kinds[b.array]] for b in blocks)
             moved[:, [rank, peer]] += np.array([[size, 0], [0, size]])
-    counted = traffic(held, plan.tasks, kind=kind, loans=plan.splits, processes=plan.processes)
+    counted = traffic(held, plan.tasks, kind=kind, splits=plan.splits, processes=plan.processes)
     assert counted.elements(kind).tolist() == moved.tolist()
 
 
