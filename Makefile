@@ -55,7 +55,7 @@ test-lowest: dist  ## unit tests and three verify runs with the lowest supported
 	$(BIN)/python .ci/lowest.py > $(LOWEST)/floors.txt
 	$(LOWEST)/bin/python -m pip install -q -c $(LOWEST)/floors.txt -c constraints-lowest.txt \
 		"$$(echo dist/hf_longctx-*.whl)[trl,peft,test]"
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/unit -m "not slow" $(PARALLEL)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/unit -m "not slow" -n 2 --dist loadfile
 	for run in llama:distca gemma2:ring qwen3_next:zeco_linear; do \
 		HF_HUB_OFFLINE=1 $(LOWEST)/bin/hf-longctx verify --ranks 2 \
 			--model tests/configs/tiny_$${run%:*}.json --attn_implementation $${run#*:} || exit 1; \
