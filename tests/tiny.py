@@ -212,6 +212,12 @@ def twin(batches: Sequence[Sequence[Document]], **options: Any) -> Outcome:
     return alone(tiny(REFERENCE, **options), batches)
 
 
+def enable_checkpointing(model: Any, **options: bool) -> None:
+    """Turn activation checkpointing on, which had another name before Transformers 5.24."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)(options)
+
+
 def run_ranks(
     model: Any,
     batches: Sequence[Sequence[Document]],
@@ -241,7 +247,7 @@ def run_ranks(
         mine = models[rank]
         if checkpointing is not None:
             # random state belongs to the process, and threads would restore it over each other
-            mine.activation_checkpointing_enable({"preserve_rng_state": False, **checkpointing})
+            enable_checkpointing(mine, preserve_rng_state=False, **checkpointing)
             mine.enable_input_require_grads()
         inputs = [collate(rows, rank=rank, ranks=ranks, layout=layout) for rows in batches]
         with precision(mine.dtype):

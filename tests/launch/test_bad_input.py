@@ -54,7 +54,8 @@ def row(*ids: int, **more: Any) -> Document:
         ([row(1, 2, labels=[1])], "row 0 has 1 labels for 2 input_ids"),
         (
             [row(1, 2, 0, attention_mask=[1, 1, 0])],
-            "attention_mask[2] is 0; a packed path takes documents without padding",
+            "attention_mask[2] is 0; packing takes documents without padding; tokenise with "
+            "padding=False",
         ),
         (documents([9, 49]), "row 1 has 49 tokens, but one batch holds 48"),
         (documents([9, 49]), "--longctx_overflow split"),

@@ -3,6 +3,7 @@ eager, and what stays refused."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,9 @@ def test_windows_of_overlaid_masks_leave_it_out(lengths: tuple[int, ...]) -> Non
     def within(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return abs(q - kv) < 8
 
-    given = {"position_ids": positions(*lengths), "cache": None, "or_mask_function": within}
+    known = inspect.signature(create_sliding_window_causal_mask).parameters
+    cache = "cache" if "cache" in known else "past_key_values"  # its name before Transformers 5.24
+    given = {"position_ids": positions(*lengths), cache: None, "or_mask_function": within}
     found = asked(
         create_sliding_window_causal_mask, tokens=sum(lengths), window=8, overlaid=True, **given
     )

@@ -13,6 +13,7 @@ from tiny import (
     collate,
     decode_two,
     documents,
+    enable_checkpointing,
     gradients,
     positions,
     run_ranks,
@@ -159,7 +160,7 @@ def test_b48_two_batches_in_flight(name, checkpointing, ranks):
 
 def test_b48_a_batch_in_two_forwards_is_refused_under_checkpointing():
     model = tiny("distca").train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model, use_reentrant=False)
     given = collate(documents([6, 2]))
     losses = [model(**given).loss for _ in range(2)]
     with pytest.raises(ValueError, match="2 times before its backward; collate a batch once"):
