@@ -70,9 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
     text = text.replace("recipes/sft.py", "-m hf_longctx.sft")
     written = {place: source.read_text(encoding="utf-8") for place, source in sources.items()}
     written[recipe] = text
-    if existing := [str(place) for place in written if place.exists()]:
+    if existing := [str(place) for place in written if place.exists() or place.is_symlink()]:
         raise ValueError(f"{', '.join(existing)} exists already; move it or name another DIR")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{folder}: a file has that name; give another DIR") from error
     for place, content in written.items():
         place.write_text(content, encoding="utf-8")
         print(f"wrote {place}", file=sys.stderr)

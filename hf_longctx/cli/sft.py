@@ -26,8 +26,10 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
+from ..attention.registration import register
 from ..config import LongCtxTrainingArguments, documented_flags, validate_removed_flags
 from ..data.chat import tokenize_rows
+from ..recurrent.unprepared_guard import guard_by_name
 from ..support import validate_arguments, validate_name
 from ..training.groups import find_group, servers_per_group
 from ..training.trainer import LongCtxTrainer
@@ -277,6 +279,10 @@ def train(argv: list[str]) -> None:
     Raises:
         ValueError: for flags, data or a model that training refuses.
     """
+    # In a folder that holds a clone named `hf_longctx`, Python finds that folder first, as a
+    # namespace package, and runs no `hf_longctx/__init__.py`, which would do this.
+    register()
+    guard_by_name()
     model_arguments, data_arguments, training_arguments = parse(argv)
     validate_name(model_arguments.attn_implementation)
     check_paths(data_arguments, training_arguments)

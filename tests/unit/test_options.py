@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import threads
 
@@ -67,6 +68,14 @@ def test_c09_flags_are_named_once_and_equal_options_hash_equally() -> None:
         for options in values:
             again = pickle.loads(pickle.dumps(options))
             assert (again, again.digest) == (options, options.digest), name
+
+
+def test_c09_numbers_of_another_kind_hash_by_their_value() -> None:
+    one, other = (PlanOptions(tolerance=kind(1)) for kind in (int, np.float32))
+    assert (one, one.digest) == (other, other.digest)
+    few, many = (PlanOptions(tolerance=np.float32(x)) for x in (0.01, 0.9))
+    assert few.digest != many.digest
+    assert PlanOptions(speeds=(1, 2)).digest == PlanOptions(speeds=(np.float64(1), 2.0)).digest
 
 
 def compare(given: Callable[[int], dict[str, int]], *, ranks: int = 4) -> list[str]:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ...support import NESTED
 from ..layouts.cost import CostTable
 from ..layouts.levels import Levels, Machine, NeighbourLink
@@ -88,6 +90,9 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         # Once, for whoever makes options: trainer, verify, benchmarks and loops of the user's own.
+        # Equal options must hash equally, whatever kind of number they came in.
+        object.__setattr__(self, "tolerance", float(self.tolerance))
+        object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))
         name = self.algorithm
         if name not in ALGORITHMS:
             raise ValueError(f"{name!r} has no planner; use one of {ALGORITHMS}")
@@ -95,7 +100,7 @@ class PlanOptions:
             raise ValueError(
                 f"longctx_tolerance={self.tolerance} must be 0 or more, for example 0.05"
             )
-        if self.speeds and (name != "distca" or not min(self.speeds) > 0):
+        if self.speeds and (name != "distca" or not all(speed > 0 for speed in self.speeds)):
             raise ValueError(
                 f"servers of speeds {self.speeds} for {name!r}: only distca has servers, and each "
                 "speed must be positive, for example 1.0"
@@ -134,12 +139,10 @@ class PlanOptions:
     @cached_property
     def fingerprints(self) -> dict[str, int]:
         """A stable hash of each field, a non-negative int64, by the flag that sets it."""
-        # JSON writes 1.0 and NumPy's 1.0 alike, which `repr` does not: equal options hash equally.
+        # JSON knows no NumPy numbers; anything else that it does not know is an error.
         values = asdict(self)
-        return {
-            f.metadata["flag"]: fingerprint(json.dumps(values[f.name], default=int).encode())
-            for f in fields(self)
-        }
+        texts = {name: json.dumps(value, default=np.generic.item) for name, value in values.items()}
+        return {f.metadata["flag"]: fingerprint(texts[f.name].encode()) for f in fields(self)}
 
     @cached_property
     def digest(self) -> int:
