@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -379,11 +380,11 @@ def main() -> None:
         body = ",\n".join(json.dumps(x, separators=(",", ":")) for x in written)
         RECORD.write_text(f"[\n{body}\n]\n")
     elif asked.dump is not None:
-        print(*lines(load()[asked.dump]["case"]), sep="\n")  # noqa: T201
+        sys.stdout.writelines(f"{line}\n" for line in lines(load()[asked.dump]["case"]))
     else:
         record = load()
         now = [{"plan": entry(x["case"])} for x in record]
-        print(*differences(record, now) or ["no difference"], sep="\n")  # noqa: T201
+        sys.stdout.writelines(f"{line}\n" for line in differences(record, now) or ["no difference"])
 
 
 if __name__ == "__main__":
